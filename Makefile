@@ -71,13 +71,16 @@ test-versions-exhaustive: $(VENV)/.installed
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
 # GPUs have many CPUs. Each process takes a shard, whose files' ranks stay together. On one GPU it has an MPS daemon,
-# whose ranks are alone on the GPU in their time slice. Without MPS every rank has time slices of its own, and more
+# whose ranks are alone on the GPU in their time slice (`python -m tests.gpu.resuming build/gpu-test-*-of-8.xml` stores what
+# the shards took, by which the next run's are balanced). Without MPS every rank has time slices of its own, and more
 # processes would only make these rarer. With several GPUs each rank of a process has one, and tests that measure the
 # GPUs come first, alone.
 # `make gpu-test-exhaustive SHARD=1/4` runs a quarter, and a run that was cut off goes on: PASSED names what has passed.
 GPU_PYTEST := PYTHONPATH="src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m pytest tests/gpu --durations 15
 GPU_WORKERS := --numprocesses 4 --dist loadfile
-ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),$(patsubst %,%-of-6,1 2 3 4 5 6),1-of-1)
+GPU_SHARDS ?= 8
+ONE_GPU_SHARDS := $(if $(shell command -v nvidia-cuda-mps-control),$(GPU_SHARDS),1)
+ONE_GPU_SHARDS := $(patsubst %,%-of-$(ONE_GPU_SHARDS),$(shell seq $(ONE_GPU_SHARDS)))
 ONE_GPU_SHARDS := $(addprefix gpu-test-shard-,$(ONE_GPU_SHARDS))
 SEVERAL_GPUS_SHARDS := $(patsubst %,gpu-test-shard-%-of-8,1 2 3 4 5 6 7 8)
 SHARD ?= 1/1
@@ -97,7 +100,7 @@ gpu-test:
 GPU_MARKS := not exhaustive
 .PHONY: $(ONE_GPU_SHARDS) $(SEVERAL_GPUS_SHARDS)
 $(ONE_GPU_SHARDS) $(SEVERAL_GPUS_SHARDS): gpu-test-shard-%:
-	$(GPU_PYTEST) -m "$(GPU_MARKS)" --shard $(subst -of-,/,$*)
+	$(GPU_PYTEST) -m "$(GPU_MARKS)" --shard $(subst -of-,/,$*) --junit-xml build/gpu-test-$*.xml
 
 # pytest ends with 5 where it was left nothing to do, as in a shard without tests that run alone.
 gpu-test-exhaustive:

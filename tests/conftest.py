@@ -2,9 +2,11 @@
 """Fixtures for every test: ranks, from one pool of processes, and others whose kernels are interpreted.
 
 `make test` leaves out tests that are `long`, which `make test-long`, CI and pytest without options run, and those that
-are `exhaustive`, which only `make test-exhaustive` runs. A test says so itself, or is `sampled(n, quick=k)`: all but n
-of its cases are exhaustive, and all but k of these long. Without n none is exhaustive, and without quick none is long.
-The cases are drawn by the test's name, so that everyone runs the same ones.
+are `exhaustive`, which only `make test-exhaustive` runs. A test says so itself, or is `sampled(n)`: all but n of its
+cases are exhaustive. These are drawn by the test's name, so that everyone runs the same ones.
+
+Only a session that is given a path in tests/gpu sees GPUs. All other tests are of CPUs, and what is forked from a
+process that has looked for a GPU can use none.
 """
 
 import contextlib
@@ -16,7 +18,8 @@ import random
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -32,7 +35,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import torch, and fork the server of processes that import Stretto themselves before this one does."""
+    """Hide GPUs, import torch, and fork the server of processes that import Stretto before this one does."""
+    if not names_gpu_tests(config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch asks; processes, xdist's workers too, inherit it
     if config.option.collectonly or _only_waits(config):
         return
     with mock.patch.dict(os.environ, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}):  # else torch imports Stretto
@@ -45,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
     # How long an example takes, or is drawn, says something of the machine's other load alone.
     settings.register_profile("stretto", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("stretto")
+
+
+def names_gpu_tests(arguments: Sequence[str]) -> bool:
+    """True if one of pytest's arguments is a path in tests/gpu."""
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in arguments]
+    return any(path.is_relative_to(Path(__file__).with_name("gpu")) for path in paths)
 
 
 def _only_waits(config: pytest.Config) -> bool:
@@ -73,13 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0]].append(item)
     for name, found in cases.items():
-        options = found[0].get_closest_marker("sampled")
-        size = min(*options.args, len(found)) if options.args else len(found)
+        size = min(*found[0].get_closest_marker("sampled").args, len(found))
         kept = random.Random(name).sample(range(len(found)), size)
         for index in set(range(len(found))) - set(kept):
             found[index].add_marker(pytest.mark.exhaustive)
-        for index in kept[options.kwargs.get("quick", size) :]:
-            found[index].add_marker(pytest.mark.long)
 
 
 class Ranks:

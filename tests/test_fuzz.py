@@ -44,6 +44,7 @@ def write_file(path: Path, rng: random.Random, text: str) -> Path:
     return path
 
 
+@pytest.mark.long
 @cases(60, 2000)
 def test_run_files_start_or_are_refused(count, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

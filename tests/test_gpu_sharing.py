@@ -241,13 +241,27 @@ def test_shards_take_about_as_long_by_what_was_measured(monkeypatch, tmp_path):
         ("tests/gpu/a.py", "2-ranks"): 0,
         ("b.py", "2-ranks"): 1,
         ("b.py", "8-ranks"): 1,
-        ("c.py", "4-ranks"): 1,
-        ("d.py", "2-ranks"): 0,
+        ("c.py", "4-ranks"): 0,  # a pool of 8 ranks has been started by the other
+        ("d.py", "2-ranks"): 1,
     }
     resuming.SECONDS.write_text('{"a.py 4-ranks": 10, "a.py own": 90, "b.py own": 50, "c.py own": 50}')
     groups = {(f"{name}.py", "4-ranks") for name in "abc"}
     shards = resuming.assign_shards(groups, 2, own_gpus=True)
     assert shards == {("a.py", "4-ranks"): 0, ("b.py", "4-ranks"): 1, ("c.py", "4-ranks"): 1}
+
+
+def test_what_shards_took_is_stored_without_the_starts_of_their_pools(tmp_path):
+    (tmp_path / "shard.xml").write_text(
+        '<testsuites><testsuite><testcase time="0.1"/>'
+        '<testcase classname="tests.gpu.test_a" name="test_it[2-ranks-x]" time="20"/>'
+        '<testcase classname="tests.gpu.test_a" name="test_it[2-ranks-y]" time="13"/>'
+        '<testcase classname="tests.gpu.test_b" name="test_skipped[4-ranks]" time="0.001"/>'
+        '<testcase classname="tests.gpu.test_b" name="test_that[4-ranks]" time="15"/></testsuite></testsuites>'
+    )
+    start = resuming._START_SECONDS
+    found = resuming.measure([tmp_path / "shard.xml"])
+    assert found == {"test_a.py 2-ranks": 33 - start, "test_b.py 4-ranks": 15 - start}
+    assert resuming.measure([tmp_path / "shard.xml"], own_gpus=True).keys() == {"test_a.py own", "test_b.py own"}
 
 
 @pytest.fixture

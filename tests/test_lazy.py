@@ -90,7 +90,7 @@ def test_the_front_door_imports_no_more_than_torchs_fsdp2() -> None:
     assert not {"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "transformers"} & found
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_trainers_plugin_imports_no_trainer_before_it_is_used() -> None:
     found = modules_after("from stretto.huggingface import trainer_plugin")
     assert not {"transformers", "accelerate", "trl", "pytorch_lightning"} & found

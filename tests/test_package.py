@@ -108,7 +108,7 @@ def run_installed(installed: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_sdist_has_every_file_that_tests_and_docs_need(unpacked: Path) -> None:
     for name in FOLDERS:
         assert list_files(ROOT / name) - list_files(unpacked / name) == set(), name

@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, parallelize
+from tests.conftest import names_gpu_tests
 from tests.pool import Pool, RankError
 
 ROOT = Path(__file__).parents[1]
@@ -90,6 +91,10 @@ def number_of_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
 
 
+def visible_gpus() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def leave_a_different_default_dtype() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
@@ -116,6 +121,27 @@ def test_jobs_share_the_same_processes_and_each_gets_fresh_groups(ranks):
 def test_one_jobs_settings_do_not_reach_the_next(ranks):
     ranks(2).run(leave_a_different_default_dtype)
     assert ranks(2).run(default_dtype_and_threads) == [(torch.float32, 1)] * 2
+
+
+@pytest.mark.usefixtures("forks_processes")
+def test_no_process_of_tests_of_cpus_sees_a_gpu(ranks):
+    program = "import os; print(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    forked = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert [visible_gpus(), *ranks(2).run(visible_gpus), forked.strip()] == ["", "", "", "''"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sees_gpus"),
+    [
+        (["tests"], False),
+        (["tests/parallel/test_capture.py", "tests/test_gpu_sharing.py"], False),
+        (["tests/gpu"], True),
+        (["tests/parallel", str(ROOT / "tests/gpu/test_tiles.py::test_it[2-ranks]")], True),
+    ],
+)
+def test_only_a_session_that_names_tests_of_gpus_sees_them(arguments, sees_gpus, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert names_gpu_tests(arguments) == sees_gpus
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
@@ -151,7 +177,7 @@ def test_a_dying_rank_fails_the_job_by_name_and_the_next_job_gets_a_new_pool(ran
     assert set(before).isdisjoint(after)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_hanging_rank_fails_the_job_with_its_stack_and_the_next_job_gets_a_new_pool(ranks):
     before = ranks(4).run(process_id)
     with pytest.raises(RankError, match=r"(?s)rank 1 of 3 did not end within 1 s.*in hang_on"):
@@ -170,7 +196,7 @@ def test_more_ranks_than_the_pool_has_are_refused(ranks):
         ranks(9).run(process_id)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_closing_a_pool_leaves_no_process_and_no_file():
     children = set(multiprocessing.active_children())
     pool = Pool(2, modules=[])

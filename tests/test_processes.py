@@ -15,7 +15,7 @@ import pytest
 from tests.processes import LIMIT, PythonServer, _name_methods_without_sources, _Server
 
 
-@pytest.fixture(scope="module", params=["started", "forked"])
+@pytest.fixture(scope="module", params=[pytest.param("started", marks=pytest.mark.long), "forked"])
 def server(request: pytest.FixtureRequest) -> Iterator[PythonServer]:
     server = PythonServer(["json"])
     if request.param == "forked":
@@ -55,6 +55,7 @@ def test_a_program_does_what_it_does_by_python(server: PythonServer, tmp_path: P
         assert ran[1].stderr == ran[0].stderr
 
 
+@pytest.mark.long
 def test_files_and_modules_run_too(server: PythonServer, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv[1:])")
     for arguments in ([str(tmp_path / "program.py")], ["-m", "program"], ["-B", "-m", "program"]):
@@ -62,6 +63,7 @@ def test_files_and_modules_run_too(server: PythonServer, tmp_path: Path) -> None
         assert ran.stdout == "__main__ ['x']\n"
 
 
+@pytest.mark.long
 def test_modules_imported_with_other_variables_are_left_to_python(server: PythonServer) -> None:
     for value, is_forked in (("", True), ("1", False)):
         variables = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -97,6 +99,7 @@ def test_signals_reach_the_process_and_a_kill_takes_it_along(server: PythonServe
     process.stdout.close()
 
 
+@pytest.mark.long
 def test_a_signal_to_a_process_that_has_just_been_forked_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It had the server's handler, which ends all processes: a rank's SIGTERM killed the other ranks."""
     detach = _Server._detach

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 class Item:
     """A case of a test, as conftest sees it."""
 
-    def __init__(self, case: int, *options: int, **named: int) -> None:
+    def __init__(self, case: int) -> None:
         self.nodeid = f"tests/test_it.py::test_it[{case}]"
-        self.sampled = pytest.mark.sampled(*options, **named).mark
+        self.sampled = pytest.mark.sampled(3).mark
         self.marks: set[str] = set()
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
@@ -31,27 +31,16 @@ class Item:
         self.marks.add(marker.name)
 
 
-@pytest.mark.parametrize(
-    ("options", "named", "exhaustive", "long"),
-    [
-        ((3,), {}, 7, 0),
-        ((3,), {"quick": 1}, 7, 2),
-        ((3,), {"quick": 0}, 7, 3),
-        ((), {"quick": 4}, 0, 6),
-        ((20,), {"quick": 20}, 0, 0),
-    ],
-)
-def test_a_sample_is_divided_between_the_tiers(options, named, exhaustive, long):
+def test_all_but_a_sample_is_exhaustive():
     drawn = []
     for _ in range(2):
-        items = [Item(case, *options, **named) for case in range(10)]
+        items = [Item(case) for case in range(10)]
         pytest_collection_modifyitems(items)
         drawn.append([item.marks for item in items])
         random.random()
     assert drawn[0] == drawn[1], "everyone runs the same cases"
-    assert drawn[0].count({"exhaustive"}) == exhaustive
-    assert drawn[0].count({"long"}) == long
-    assert drawn[0].count(set()) == 10 - exhaustive - long
+    assert drawn[0].count({"exhaustive"}) == 7
+    assert drawn[0].count(set()) == 3
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,9 @@ def test_completion_imports_no_library(typed: str, completed: list[str]) -> None
     ("use", "printed"),
     [
         ("stretto.planner.plan is stretto.plan", ["True", "False"]),
-        pytest.param("stretto.ops.all_gather_matmul.__name__", ["all_gather_matmul", "True"], marks=pytest.mark.long),
+        pytest.param(
+            "stretto.ops.all_gather_matmul.__name__", ["all_gather_matmul", "True"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_importing_stretto_imports_nothing_heavy_and_finds_submodules_on_first_use(

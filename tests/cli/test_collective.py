@@ -220,6 +220,7 @@ def test_a_program_that_is_not_verified_is_not_written(tmp_path):
     assert not (tmp_path / "own.xml").exists()
 
 
+@pytest.mark.long
 def test_a_schedule_is_drawn(ring, tmp_path):
     result = run("show", ring)
     assert result.exit_code == 0

@@ -21,6 +21,7 @@ from stretto.cli.commands import Command
 from stretto.cli.settings_command import _read
 
 
+@pytest.mark.long
 def test_every_command_refuses_numbers_that_are_not_finite_or_beyond_64_bits() -> None:
     commands = {name: command for name, command in walk_commands().items() if not hasattr(command, "commands")}
     assert len(commands) > 30

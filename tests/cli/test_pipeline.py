@@ -90,6 +90,7 @@ def test_options_are_those_of_the_model():
     assert pipeline(*jittered, 1)[1] == pipeline(*jittered, 1)[1] != pipeline(*jittered, 2)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gathers", [False, True])
 def test_a_written_schedule_is_shown_and_verified_again(tmp_path, gathers):
     schedule = build_schedule("interleaved", 2, 4)

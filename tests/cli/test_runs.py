@@ -48,6 +48,7 @@ def finished(config: Path) -> tuple[Path, dict[str, object]]:
     return config.parent / "out", json.loads(line)
 
 
+@pytest.mark.long
 def test_a_run_leaves_everything_in_its_folder(finished: tuple[Path, dict[str, object]]) -> None:
     out, result = finished
     for name in ("config.toml", "metrics.jsonl", "summary.json", "loss.png", "summary.md"):
@@ -128,6 +129,7 @@ def test_a_damaged_checkpoint_is_mentioned_once_and_the_one_before_is_taken(
     assert (out / "checkpoints" / "earlier-run-1" / "step-00000003").is_dir()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["removed", "moved"])
 def test_a_run_whose_folder_is_gone_saves_what_there_is_and_says_so(config: Path, tmp_path: Path, how: str) -> None:
     out = tmp_path / "out"
@@ -145,6 +147,7 @@ def test_a_run_whose_folder_is_gone_saves_what_there_is_and_says_so(config: Path
     assert (out / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
 
 
+@pytest.mark.long
 def test_resuming_where_there_is_nothing_to_resume_is_told(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     status, output, errors = finish(start("train", config, "--set", f"out={out}", "--set", "train.resume=latest"))

@@ -38,6 +38,7 @@ def test_a_ring_all_reduce_takes_the_known_time_in_both_fidelities():
     assert (found["closed_form_ns"], found["event_driven_ns"]) == (41_180, 41_180)
 
 
+@pytest.mark.long
 def test_a_direct_all_to_all_on_a_torus_waits_for_its_links():
     """512 KiB to each of 127 ranks. Without contention they leave by four links. The links along 16 carry 4 hops a
     message, 254 messages each on average: no order of sending can take less."""
@@ -48,6 +49,7 @@ def test_a_direct_all_to_all_on_a_torus_waits_for_its_links():
     assert found["event_driven_ns"] > 254 * message
 
 
+@pytest.mark.long
 def test_packets_and_clusters_can_be_asked_for():
     whole = answer(f"message --topology switch:4 {LINKS} --bytes 1MiB --src 0 --dst 1")
     packets = answer(f"message --topology switch:4 {LINKS} --bytes 1MiB --src 0 --dst 1 --packet-bytes 4KiB")

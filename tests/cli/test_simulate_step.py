@@ -62,6 +62,7 @@ def test_all_changes_are_simulated_and_those_that_cannot_be_are_named():
     assert refused.exit_code == 2
 
 
+@pytest.mark.long
 def test_a_trace_and_a_picture_are_written(tmp_path):
     run("--grid", "pipe=2 x=2", "--schedule", "zb-h1", "--micro-batch", "2", "--trace", str(tmp_path / "step.json"))
     trace = json.loads((tmp_path / "step.json").read_text())

@@ -38,7 +38,7 @@ def require_right_numbers(schedule, seed):
                 assert torch.equal(found, sum(chunks[giver][given] for giver, given in expected)), (rank, index)
 
 
-@pytest.mark.sampled(7, quick=4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("instances", [1, 2, 4])
 @pytest.mark.parametrize("name", list(ALGORITHMS))
 def test_every_algorithm_verifies_at_every_size_and_gives_the_right_numbers(name, instances):

@@ -62,7 +62,7 @@ def test_a_random_program_compiles_to_a_schedule_that_verifies_and_runs_right(se
     check_program(seed)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @try_programs(MANY)
 def test_many_random_programs_compile_to_schedules_that_verify_and_run_right(seed):
     check_program(seed)
@@ -73,7 +73,7 @@ def test_damage_is_caught_or_does_no_harm(seed):
     check_damage(seed)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @try_programs(MANY)
 def test_damage_of_many_programs_is_caught_or_does_no_harm(seed):
     check_damage(seed)

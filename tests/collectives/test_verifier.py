@@ -327,6 +327,7 @@ def test_waits_among_many_thread_blocks_take_no_room_for_each_pair():
     assert peak < 20 * 2**20
 
 
+@pytest.mark.long
 @IN_TIME
 def test_a_long_circle_of_waits_is_described_in_time():
     """Two thread blocks of many steps, each of whose first step waits for the last one of the other."""
@@ -343,6 +344,7 @@ def test_a_long_circle_of_waits_is_described_in_time():
     assert error.startswith("deadlock with 2 FIFO slots a connection: rank 0, thread block 0, step 0 (nop) waits for")
 
 
+@pytest.mark.long
 def test_countless_chunks_that_no_step_touches_are_not_all_checked():
     chunks = 2**18
     found = verify(schedule(AllReduce(4, chunks), [], [], [], [], scratch=0))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import pytest
 import torch
 
 from stretto.memory.mps import has_mps, mps_daemon, share_for
@@ -46,6 +47,15 @@ def choose_worlds(sampled: Sequence[int], own: Sequence[int], among: Sequence[in
     if gpus >= 2:
         return [(max((count for count in own if count <= gpus), default=min(own)), False)]
     return [(count, count not in sampled) for count in among]
+
+
+def sampled(chosen: Sequence[Any], cases: Sequence[Any]) -> list[Any]:
+    """A test's cases, of which all but the chosen ones are exhaustive: a kernel's first call compiles for seconds."""
+    assert all(case in cases for case in chosen)
+    marks = {False: [pytest.mark.exhaustive], True: []}
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in chosen]) for case in cases
+    ]
 
 
 class GpuRanks:

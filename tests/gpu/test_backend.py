@@ -378,7 +378,7 @@ def repeat_calls(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.ranks(2, 5)
+@pytest.mark.ranks(3)
 def test_repeated_calls_are_launched_without_python_and_keep_their_order(tmp_path: Path, world: int) -> None:
     run_watched(world, repeat_calls, tmp_path)
     for rank in range(world):
@@ -389,7 +389,7 @@ def test_repeated_calls_are_launched_without_python_and_keep_their_order(tmp_pat
         assert found["through_python"] <= 8, found  # a kind or two that had not come before
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2)
 def test_ddp_reduces_its_buckets_during_the_backward_pass(tmp_path: Path, world: int) -> None:
     run_watched(world, trace_ddp, tmp_path)
     for rank in range(world):
@@ -420,7 +420,7 @@ def test_frameworks_train_as_on_the_library_by_schedules(tmp_path: Path, world: 
             assert any("schedule" in key and number > 0 for key, number in found[name]["ran"].items()), name
 
 
-@pytest.mark.ranks(5)
+@pytest.mark.ranks(3)
 def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp_path: Path, world: int) -> None:
     run_watched(world, check_operations, tmp_path)
     for rank in range(world):
@@ -432,7 +432,7 @@ def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp
             assert any(key.startswith(f"{operation} schedule") for key in ran), (operation, ran)
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_asynchronous_calls_run_beside_other_kernels_and_are_waited_for_alone(tmp_path: Path, world: int) -> None:
     run_watched(world, overlap_calls, tmp_path)
     for rank in range(world):

@@ -282,14 +282,14 @@ def lose_peers(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.ranks(5)
+@pytest.mark.ranks(3)
 def test_short_tensors_of_every_size_of_element_are_summed_right(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, reduce_short_tensors, tmp_path, SEED)
     found = [json.loads((tmp_path / f"wrong-{rank}.json").read_text()) for rank in range(world)]
     assert found == [[]] * world, SEED
 
 
-@pytest.mark.ranks(5)
+@pytest.mark.ranks(3)
 def test_every_algorithm_and_protocol_gives_the_right_numbers_anywhere_in_memory(
     run_ranks: Run, tmp_path: Path, world: int
 ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, parallelize
-from tests.gpu.sharing import SHARED, GpuRanks
+from tests.gpu.sharing import SHARED, GpuRanks, is_shared
 from tests.parallel import hugging_face, moe_families
 
 STEPS, ROWS, SEQ_LEN = 5, 4, 240  # twice every number of ranks divides the length
@@ -26,12 +26,12 @@ LINEAR: dict[str, dict[str, Any]] = {
 }
 PACKAGES = {"qwen3_next": ("causal_conv1d", "fla"), "nemotron_h": ("causal_conv1d", "mamba_ssm")}
 DOCUMENTS = [7, 113, 2, 118]  # of SEQ_LEN
-pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=SHARED)
+pytestmark = pytest.mark.ranks(4, own=(2, 4), among=SHARED)
 
 
 def grids(world: int) -> list[dict[str, int]]:
-    others = [{"context": 2, axis: world // 2} for axis in ("data", "x", "z")] if world in (4, 8) else []
-    return [{"context": world}, *others]
+    axes = () if world not in (4, 8) else ("x",) if is_shared(world) else ("data", "x", "z")
+    return [{"context": world}, *({"context": 2, axis: world // 2} for axis in axes)]
 
 
 def make_gpt() -> nn.Module:

@@ -223,7 +223,7 @@ def look_up_with_faults(folder: Path) -> None:
     write(folder, wrong)
 
 
-@pytest.mark.ranks(5)
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("calls", [150, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_random_jagged_batches_are_right_past_stragglers(
     run_ranks: Run, tmp_path: Path, calls: int, world: int
@@ -253,7 +253,7 @@ def test_a_captured_graph_replays_look_up_and_update(run_ranks: Run, tmp_path: P
     assert read(tmp_path) == [[]] * world
 
 
-@pytest.mark.ranks(8)
+@pytest.mark.ranks(3)
 def test_a_bad_index_is_named_and_hangs_no_rank(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, look_up_with_faults, tmp_path)
     assert read(tmp_path) == [[]] * world

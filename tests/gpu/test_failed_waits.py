@@ -34,6 +34,7 @@ from stretto.optim.guard import guard
 from stretto.parallel import CapturedStep
 from stretto.train.checkpoint import save_state
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
+from tests.gpu.sharing import sampled
 from tests.gpu.watched import run_watched
 
 Run = Callable[..., list[Any]]
@@ -64,15 +65,6 @@ OPERATORS: dict[str, tuple[str, ops.KernelConfig]] = {
     "copied tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)),
 }
 COLLECTIVES = ("LL", "LL128", "Simple", "interpreter", "copies")
-
-
-def sampled(chosen: Sequence[Any], cases: Sequence[Any]) -> list[Any]:
-    """The cases, of which all but the chosen ones are exhaustive: each takes its time limits' seconds."""
-    assert set(chosen) <= set(cases)
-    marks = {False: [pytest.mark.exhaustive], True: []}
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks[case in chosen]) for case in cases
-    ]
 
 
 @contextlib.contextmanager
@@ -314,9 +306,7 @@ def fail_in_one_and_replay_the_other(name: str, fail: Callable[[], Any], call: C
             failures.check()
 
 
-@pytest.mark.parametrize(
-    "way", sampled(["two shots", "pushed rows"], [way for way in OPERATORS if not way.startswith("copied")])
-)
+@pytest.mark.parametrize("way", sampled(["pushed rows"], [way for way in OPERATORS if not way.startswith("copied")]))
 def test_after_a_failed_wait_operators_of_other_groups_publish_nothing(run_ranks: Run, world: int, way: str) -> None:
     run_ranks(world, fail_then_replay, [way])
 
@@ -377,7 +367,7 @@ def come_late_twice(way: str) -> None:
     require_no_failure()
 
 
-@pytest.mark.parametrize("way", sampled(["one shot", "copied rows"], list(OPERATORS)))
+@pytest.mark.parametrize("way", sampled(["copied rows"], list(OPERATORS)))
 def test_the_first_call_after_a_kernel_was_loaded_waits_for_a_rank_that_compiles_it(
     run_ranks: Run, world: int, way: str
 ) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped kernels on Hopper: layers of experts and their gradients beside fp64, captured graphs, and no host waits."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops import moe
-from tests.gpu.sharing import GpuRanks
+from tests.gpu.sharing import GpuRanks, sampled
 from tests.gpu.test_moe import BF16, no_host_waits, poison, relative_error
 
 # tokens, hidden, intermediate, experts, top-k: the issue's, with fewer tokens and features, and ragged ones.
@@ -66,9 +67,15 @@ def compare(shape: tuple[int, ...], routing: str, dtype: torch.dtype) -> list[fl
     return [relative_error(one, right) for one, right in zip(*results, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    sampled(
+        [(SCALED[0], torch.float16), *((shape, torch.bfloat16) for shape in SCALED + RAGGED)],
+        list(itertools.product(SCALED + RAGGED, (torch.bfloat16, torch.float16))),
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "to the first"])
-@pytest.mark.parametrize("shape", SCALED + RAGGED, ids=str)
 def test_experts_by_kernels_are_those_of_the_library_in_fp64(
     gpu_pool: GpuRanks, world: int, shape: tuple[int, ...], routing: str, dtype: torch.dtype
 ) -> None:

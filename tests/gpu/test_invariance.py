@@ -13,13 +13,21 @@ from stretto.memory import shared_gpus
 from stretto.parallel import Grid, parallelize
 from tests.inference.test_engine import continued, make, prompts
 from tests.inference.test_invariance import FEW, MANY, MIXES, compare
-from tests.ops.decoding.test_rotary_cache import CASES, rotate
+from tests.ops.decoding.test_rotary_cache import CASES, NEW, attend, rotate
 
-pytestmark = pytest.mark.ranks(2, 4, own=(2, 4, 8), among=(2, 4, 8))
+pytestmark = pytest.mark.ranks(2, own=(2, 4, 8), among=(2, 4, 8))
+USUAL = {("llama", torch.bfloat16), ("qwen3_moe", torch.float32)}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, marks=[] if (kind, dtype) in USUAL else [pytest.mark.exhaustive])
+        for kind in ("llama", "qwen3", "qwen3_moe", "gpt2")
+        for dtype in (torch.bfloat16, torch.float32)
+    ],
+    ids=str,
+)
 def test_bits_on_gpus(run_ranks: Callable[..., list[Any]], world: int, kind: str, dtype: torch.dtype) -> None:
     def on(*all_sizes: dict[str, Any]) -> list[Any]:
         return [(kind, sizes | {"device": "cuda"}, dtype) for sizes in all_sizes]
@@ -28,16 +36,21 @@ def test_bits_on_gpus(run_ranks: Callable[..., list[Any]], world: int, kind: str
     trainers = on({"x": 2, "z": world // 2}, {"z": world})
     if kind == "qwen3_moe":
         others += on({"data": world, "expert": 2})
-    mixes = (*MIXES, (5, 7))
-    for wrong in run_ranks(world, compare, reference, others, trainers, MANY if world == 2 else FEW, mixes):
+    given, mixes = (FEW, MIXES) if (kind, dtype) in USUAL else (MANY, (*MIXES, (5, 7)))
+    for wrong in run_ranks(world, compare, reference, others, trainers, given, mixes):
         assert wrong == []
 
 
-def test_the_kernel_that_rotates_and_stores(run_ranks: Callable[..., list[Any]], world: int) -> None:
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_the_kernels_that_rotate_and_store(run_ranks: Callable[..., list[Any]], world: int) -> None:
     large = [*CASES, (64, 32, 8, 128, torch.bfloat16), (300, 8, 1, 96, torch.bfloat16)]
     for error, others in run_ranks(world, rotate, large, "cuda"):
         assert error <= 1
         assert all(others)
+    steps = [*NEW, (32, 8, 128, torch.bfloat16, None), (28, 4, 80, torch.float16, 300)]
+    for error, same in run_ranks(world, attend, steps, (1, 4000, 17, 64, 1025, 2), "cuda"):
+        assert error <= 8
+        assert all(same)
 
 
 def decode_experts() -> tuple[list[list[int]], bool]:

@@ -22,7 +22,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_messages_arrive_whole(kind: str, world: int, run_ranks: Run) -> None:
     seed = random.randrange(1 << 30)
@@ -57,7 +57,7 @@ def pass_around(kind: str) -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_consumers_wait_for_what_they_take_and_memory_stays_flat(kind: str, world: int, run_ranks: Run) -> None:
     run_ranks(world, pass_around, kind)

@@ -117,7 +117,7 @@ def compare_places(sizes: dict[str, int], clip: float | None) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.ranks(1, 4, own=(1, 2, 4), among=(1, *SHARED))
+@pytest.mark.ranks(1, own=(1, 2, 4), among=(1, *SHARED))
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     world: int, run_ranks: Callable[..., list[Any]], clip: float | None

@@ -152,7 +152,7 @@ def test_random_shapes_and_scales_are_right_and_the_same_twice(
     assert read(tmp_path) == [[]] * world, SEED
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
 def test_a_captured_graph_replays_all_operators(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, replay, tmp_path)
     assert read(tmp_path) == [[]] * world

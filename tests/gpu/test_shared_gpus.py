@@ -22,7 +22,7 @@ from stretto.train.trainer import train
 from tests.gpu.sharing import is_shared
 
 Run = Callable[..., list[Any]]
-pytestmark = pytest.mark.ranks(2, 8)
+pytestmark = pytest.mark.ranks(4)
 
 
 def train_five_steps(folder: Path, *overrides: str) -> None:
@@ -40,6 +40,7 @@ def train_five_steps(folder: Path, *overrides: str) -> None:
     train(make_config(values, list(overrides)), display="none")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ranks(4, own=(4,), among=(4,))
 def test_five_steps_on_x_2_and_z_2_have_the_losses_of_one_rank(run_ranks: Run, tmp_path: Path, world: int) -> None:
     (tmp_path / "text.txt").write_text("It was a bright cold day in April. " * 200)
@@ -73,7 +74,7 @@ def multiply_by_the_library() -> list[str]:
     return wrong
 
 
-@pytest.mark.ranks(2, 3, 4, 8)
+@pytest.mark.ranks(2, 3, 4)
 def test_the_librarys_products_are_right_on_a_ranks_share_of_the_gpu(run_ranks: Run, world: int) -> None:
     assert run_ranks(world, multiply_by_the_library) == [[]] * world
 

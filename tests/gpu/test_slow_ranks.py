@@ -88,6 +88,7 @@ def test_slow_data_are_reported_if_a_gpu_computes(tmp_path, monkeypatch, caplog,
     assert "slowest rank 1: " in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_are_equally_fast_are_not_reported(tmp_path, monkeypatch, caplog, world):
     summary = run(tmp_path, "none", monkeypatch, world)
     assert all(len(windows) >= 3 for windows in summary["windows"]), summary["windows"]

@@ -15,7 +15,7 @@ from tests.gpu.sharing import GpuRanks
 from tests.ops.embedding.test_optimizers import CASES, update_by_kernels
 from tests.recommendation import sharding
 
-pytestmark = pytest.mark.ranks(2, 4, own=(1, 2, 4), among=(1, 2, 4, 8))
+pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2, 4, 8))
 KINDS = ("tttttt", "rrtrte", "rnetrr")
 
 

@@ -12,7 +12,7 @@ from tests.gpu.sharing import GpuRanks
 from tests.gpu.test_moe import BF16, EXPERTS, no_host_waits, poison, relative_error, run_dense
 
 K = 3
-pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4))
+pytestmark = pytest.mark.ranks(4, own=(2, 4), among=(2, 3, 4))
 
 
 def draw(seed: int, *shape: int) -> Tensor:

@@ -181,13 +181,13 @@ def read(folder: Path) -> list[object]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("wrong-*.json"))]
 
 
-@pytest.mark.ranks(8)
+@pytest.mark.ranks(3)
 def test_tiles_are_right_by_push_and_by_pull_past_stragglers(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, gather_in_many_calls, tmp_path, SEED)
     assert read(tmp_path) == [[]] * world, SEED
 
 
-@pytest.mark.ranks(5)
+@pytest.mark.ranks(4)
 def test_the_example_multiplies_what_it_gathers(run_ranks: Run, tmp_path: Path, world: int) -> None:
     run_ranks(world, multiply_beside_pushes, tmp_path)
     assert read(tmp_path) == [[]] * world

@@ -23,7 +23,7 @@ from tests.gpu.sharing import GpuRanks
 GRIDS = {1: ["", ""], 2: ["grid.x=2", "grid.z=2"], 4: ["grid.x=2 grid.z=2", "grid.data=2 grid.y=2"]}
 GRIDS[8] = ["grid.data=2 grid.x=2 grid.z=2", "grid.x=2 grid.y=2 grid.z=2"]
 UNCUT = {1: "", 2: "grid.x=2", 4: "grid.data=2 grid.y=2", 8: "grid.data=2 grid.x=2 grid.y=2"}  # by z
-pytestmark = pytest.mark.ranks(1, 2, own=(1, 2, 4), among=(1, 2, 4, 8))
+pytestmark = pytest.mark.ranks(2, own=(1, 2, 4), among=(1, 2, 4, 8))
 RUNS = {
     "whole": "train.checkpoint_every=3 {first}",
     "again": "train.resume=whole/checkpoints/step-00000003 {first}",

@@ -27,7 +27,7 @@ from tests.parallel import hugging_face
 
 VOCAB = 1003
 STEPS, BATCH, SEQ_LEN = 5, 8, 64
-pytestmark = pytest.mark.ranks(1, 4, own=(1, 2, 4), among=(1, *SHARED))
+pytestmark = pytest.mark.ranks(4, own=(1, 2, 4), among=(1, *SHARED))
 
 
 FEW = {

@@ -149,7 +149,7 @@ ROLES = {
 }
 
 
-@pytest.mark.sampled(10, quick=4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("kind", "head"),
     [

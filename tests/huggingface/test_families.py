@@ -188,7 +188,8 @@ OTHER_GRIDS = [
 ]
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("case", "sizes"), ONE_GRID)
 def test_a_family_trains_on_a_grid_as_on_one_rank(ranks, case, sizes):
     check(ranks, case, sizes)
@@ -291,6 +292,7 @@ def balanced_loss(sizes: tuple[int, int, int, int]) -> float:
     return by_call
 
 
+@pytest.mark.long
 def test_a_load_balancing_loss_of_gathered_routers_is_that_of_the_global_batch(ranks):
     """A product of means: the mean of what ranks with other rows have is another number."""
     plain = balanced()

@@ -110,7 +110,8 @@ def _find(path: str) -> Any:
     return getattr(__import__(module, fromlist=[name]), name)
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "by_blocks"), [({"z": 2}, False), ({"x": 2}, False), ({"data": 2}, False), ({"z": 2}, True)], ids=str
 )

@@ -74,7 +74,7 @@ CASES = [  # y splits OPT by blocks, and exaone4's block takes hidden states tha
     for turn, family in enumerate(sorted(SHARDED_FAMILIES))
 ]
 
-MARKS: dict[str, Any] = {"llama": (), "gpt2": pytest.mark.long, "qwen3_moe": pytest.mark.long}
+MARKS: dict[str, Any] = {"llama": (), "qwen3_moe": pytest.mark.long}
 
 
 def build(case: Case) -> nn.Module:
@@ -161,6 +161,7 @@ def differences(case: Case, expected: Trace) -> dict[str, float]:
     return {name: value for name, value in found.items() if not value < 1e-5}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [

@@ -154,7 +154,7 @@ def whole_gradient(parameter: nn.Parameter) -> Tensor:
 GRIDS = pytest.mark.parametrize("sizes", [(1, 2, 2, 1), (1, 1, 1, 2)], ids=str)
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model_type", "sizes"), [(each, ((1, 2, 2, 1), (1, 1, 1, 2))[turn % 2]) for turn, each in enumerate(MUST_RUN)]
 )
@@ -165,7 +165,8 @@ def test_a_model_with_a_plan_equals_the_plain_model(ranks, model_type, sizes):
     assert ranks(count).run(try_on_grid, sizes, model_type, expected) == [{}] * count
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @GRIDS
 @pytest.mark.parametrize("model_type", MUST_RUN_WITH_WHOLE_LOSS)
 def test_a_model_that_changes_its_logits_is_given_whole_ones(ranks, model_type, sizes):
@@ -175,7 +176,7 @@ def test_a_model_that_changes_its_logits_is_given_whole_ones(ranks, model_type, 
     assert ranks(count).run(try_on_grid, sizes, model_type, expected) == [{}] * count
 
 
-@pytest.mark.sampled(5, quick=2)
+@pytest.mark.sampled(2)
 @GRIDS
 @pytest.mark.parametrize("model_type", MAY_BE_REFUSED)
 def test_any_other_model_with_a_plan_equals_the_plain_model_or_is_refused_by_name(ranks, model_type, sizes):
@@ -187,7 +188,7 @@ def test_any_other_model_with_a_plan_equals_the_plain_model_or_is_refused_by_nam
             assert_names_a_part(refusal, build(model_type))
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 1)], ids=str)
 @pytest.mark.parametrize("model_type", list(WITHOUT_ROLES))
 @pytest.mark.filterwarnings("ignore:.*is sharded only over z")

@@ -14,8 +14,9 @@ from tests.parallel import hugging_face
 from torch import Tensor, nn
 
 from stretto.inference import Engine, Request, cache
-from stretto.inference.runner import StepRunner
+from stretto.inference.runner import Drawn, StepRunner
 from stretto.memory import PeerError, failures
+from stretto.ops.decoding.paged_kernels import attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
 from stretto.parallel import Grid, parallelize
@@ -28,7 +29,8 @@ Case = tuple[str, dict[str, Any]]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 8, "num_key_value_heads": 2},
     "mistral": {"sliding_window": 24, "num_attention_heads": 8, "num_key_value_heads": 4},
-    "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True, "attn_pdrop": 0.0},
+    "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True}
+    | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_attention_heads": 8},
 }
@@ -108,6 +110,7 @@ ON_TWO = [
 ]
 
 
+@pytest.mark.long
 def test_tokens_and_log_probabilities_are_those_of_transformers(ranks: MakeRanks) -> None:
     check(ranks(2).run(run_cases, ON_TWO, timeout=300), ON_TWO)
 
@@ -256,6 +259,25 @@ def test_ids_may_be_tensors_and_an_iterator_of_stops_counts_for_every_prompt(alo
         alone.apply_patches([], after=3)
 
 
+def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_waited_for(
+    alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, run, wait = [], StepRunner.run, Drawn.wait
+
+    def note_run(*given: Any, **options: Any) -> Drawn:
+        order.append("launch")
+        return run(*given, **options)
+
+    def note_wait(drawn: Drawn) -> Any:
+        order.append("wait")
+        return wait(drawn)
+
+    monkeypatch.setattr(StepRunner, "run", note_run)
+    monkeypatch.setattr(Drawn, "wait", note_wait)
+    alone.generate(prompts(3, (4,)), 5, stop=())
+    assert order == ["launch", *["launch", "wait"] * 4, "wait"]
+
+
 def test_a_step_that_fails_drops_its_requests_and_gives_out_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, given = engine_of_one_rank(), prompts(7, (9, 30))
     expected = engine.generate(given, 12)
@@ -321,6 +343,7 @@ def draw() -> list[Any]:
     return found
 
 
+@pytest.mark.long
 def test_drawn_tokens_depend_on_the_request_alone(ranks: MakeRanks) -> None:
     first, second = ranks(2).run(draw)
     assert first == second
@@ -355,18 +378,22 @@ def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) 
     assert [limits for _, limits in found] == [[16] * layers * 5] * 2
 
 
-def decode_by_kernels() -> tuple[list[list[int]], int]:
-    """Texts by interpreted kernels, of the second engine of a model, and how often rotation and cache were one."""
-    calls: list[object] = []
+def decode_by_kernels() -> tuple[list[list[int]], list[str]]:
+    """Texts by interpreted kernels, of the second engine of a model, and which kernels rotated and stored."""
+    calls: list[str] = []
 
-    def rotate(*given: Any) -> Tensor:
-        calls.append(None)
-        return rotate_and_store(*given)
+    def note(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*given: Any) -> Tensor:
+            calls.append(function.__name__)
+            return function(*given)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "rotate_and_store", rotate)
+        for function in (rotate_and_store, attend_new_tokens):
+            patch.setattr(cache, function.__name__, note(function))
         first = Engine(parallelize(make("llama"), Grid()), 2, 64)
-        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), len(calls)
+        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), calls
 
 
 @pytest.mark.long
@@ -374,7 +401,8 @@ def test_one_kernel_rotates_and_stores(interpret: Callable[..., Any]) -> None:
     plain = make("llama")
     ((texts, calls),) = interpret(1, decode_by_kernels)
     assert texts == [continued(plain, prompt, 3) for prompt in prompts(9, (5, 1))]
-    assert calls == 3 * plain.config.num_hidden_layers
+    layers = plain.config.num_hidden_layers
+    assert calls == ["rotate_and_store"] * layers + ["attend_new_tokens"] * (2 * layers)
 
 
 def batch() -> list[Any]:

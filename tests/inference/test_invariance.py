@@ -37,8 +37,9 @@ MIXES = ((1, 512), (3, 90))
 def build(case: Case) -> tuple[Any, Grid]:
     torch.set_num_threads(1)
     kind, sizes, dtype = case
-    grid = Grid(**sizes)
-    return parallelize(make(kind).to(dtype), grid, invariant=True), grid
+    options = {name: sizes[name] for name in sizes if name == "shard_sequence"}
+    grid = Grid(**{name: size for name, size in sizes.items() if name not in options})
+    return parallelize(make(kind).to(dtype), grid, invariant=True, **options), grid
 
 
 def decode(case: Case, requests: Requests, mixes: Any) -> list[Any]:
@@ -60,7 +61,7 @@ def train(case: Case, requests: Requests, reference: list[Any]) -> bool:
     """True if a forward pass that gradients follow, of all texts padded to one batch, has the same bits."""
     model, grid = build(case)
     texts = [prompt + tokens for prompt, (tokens, _) in zip(requests[0], reference, strict=True)]
-    longest = max(map(len, texts))
+    longest = -(-max(map(len, texts)) // grid.size("x")) * grid.size("x")
     ids, mask = (torch.zeros(len(texts), longest, dtype=torch.int64, device=grid.device) for _ in range(2))
     for row, text in enumerate(texts):
         ids[row, : len(text)], mask[row, : len(text)] = torch.tensor(text), 1
@@ -84,15 +85,18 @@ def compare(reference: Case, others: list[Case], trainers: list[Case], requests:
 def test_bits_depend_neither_on_the_batch_nor_on_the_ranks_nor_on_who_computes(ranks: MakeRanks) -> None:
     """In fp32, where no rounding hides another order of additions."""
     case: Case = ("llama", {"data": 2}, torch.float32)
-    others, trainers = [("llama", {"x": 2}, torch.float32)], [("llama", {"z": 2}, torch.float32)]
-    assert ranks(2).run(compare, case, others, trainers, FEW, MIXES) == [[], []]
+    trainers = [("llama", sizes, torch.float32) for sizes in ({"z": 2}, {"x": 2, "shard_sequence": True})]
+    assert ranks(2).run(compare, case, [("llama", {"x": 2}, torch.float32)], trainers, FEW, MIXES) == [[], []]
 
 
 def on_four(kind: str, dtype: torch.dtype) -> Any:
     grids = [{"data": 2, "x": 2}, {"x": 4}]
     if kind == "qwen3_moe":
         grids += [{"data": 2, "x": 2, "expert": 2}, {"x": 4, "expert": 4, "expert_tensor": "fold"}]
-    trainers = [{"x": 2, "z": 2}, *([{"x": 2, "z": 2, "expert": 2}] if kind == "qwen3_moe" else [])]
+    trainers = [
+        {"x": 2, "z": 2, "shard_sequence": True},
+        *([{"x": 2, "z": 2, "expert": 2}] if kind == "qwen3_moe" else []),
+    ]
     return (kind, {"data": 4}, dtype), *([(kind, each, dtype) for each in sizes] for sizes in (grids, trainers))
 
 
@@ -157,9 +161,13 @@ def differentiate() -> list[Any]:
     mask = torch.ones_like(ids)
     mask[1, 30:] = 0
     wrong = []
-    for kind, padding in (("mistral", mask), ("qwen3_moe", None), ("gpt2", None)):
+    for kind, padding, more in (
+        ("mistral", mask, {}),
+        ("qwen3_moe", None, {}),
+        ("gpt2", None, {"shard_sequence": True}),
+    ):
         case: Case = (kind, {"x": 2}, torch.float32)
-        plain, found = (gradients(case, options, ids, padding) for options in ({}, {"invariant": True}))
+        plain, found = (gradients(case, options, ids, padding) for options in ({}, {"invariant": True} | more))
         errors = {name: (plain[name] - found[name]).abs().max() / plain[name].abs().max() for name in plain}
         wrong += [(kind, name, error.item()) for name, error in errors.items() if error > 1e-3]
     return wrong
@@ -182,13 +190,15 @@ def test_what_has_no_invariant_form_is_refused_by_name() -> None:
         "context is 2: context=1 would do": of("llama", {"context": 2}),
         "pipe is 2: pipe=1 would do": of("llama", {"pipe": 2}),
         "takes x of 1, 2, 4 or 8, not 16: x=8 would do": of("", {"x": 16}, make("llama", num_attention_heads=16)),
-        "takes no shard_sequence: shard_sequence=False would do": of("llama", {"x": 2}, shard_sequence=True),
         "takes transformers' causal language models, not GPT": of("", {"x": 2}, small),
         "in 8 equal parts, which do not divide 60: 64 would do": of("", {"x": 2}, odd),
         "invariant is 1, but must be True or False": of("llama", {}, invariant=1),
     }
     said = {text: refusal(call) for text, call in cases.items()}
     assert {text: found for text, found in said.items() if text not in found} == {}
+    dropping = parallelize(make("gpt2", embd_pdrop=0.1), Grid(), invariant=True)
+    said = refusal(lambda: dropping.train()(input_ids=torch.ones(1, 2, dtype=torch.int64)))
+    assert "transformer.drop drops 0.1 of its numbers, which an engine does not" in said
     model = parallelize(make("llama"), Grid(), invariant=True)
     assert "parallelize(..., invariant=False) would do" in refusal(lambda: Engine(model, 2, 64, invariant=False))
     plain = parallelize(make("llama"), Grid())
@@ -206,7 +216,9 @@ def test_a_compiler_is_refused() -> None:
 
 def test_products_in_a_layers_own_code_are_invariant_or_refused() -> None:
     x, weight = torch.randn(5, 16), torch.randn(7, 16)
+    column, row = torch.randn(2, 4, 1), torch.randn(2, 1, 6)
     with InvariantOperators():
+        assert torch.equal(column @ row, column * row)  # rotary angles of older transformers
         found, gated = F.linear(x, weight), torch.sigmoid(x)
         assert torch.equal(F.linear(x[2:3], weight), found[2:3])
         assert torch.equal(torch.sigmoid(x[:, 3:8]), gated[:, 3:8])

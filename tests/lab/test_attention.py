@@ -7,6 +7,7 @@ from lab.cases import measure_rows
 from lab.operators.attention import BENCH, OURS, AttentionSetting, measure
 
 
+@pytest.mark.long
 def test_rows_have_stretto_and_public_ways(ranks):
     cases = AttentionSetting(sequences=(8192,), masks=("causal", "packed")).cases()
     *rows, packed, packed_backward = ranks(2).run(measure_rows, 2, None, cases, [None] * 4, measure, len)[0]

@@ -25,7 +25,7 @@ from lab.experts.communication import (
 NAMES = [bar.name for bar in BARS]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, communication, ranks)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -53,7 +53,7 @@ def test_runs_train_the_same_and_send_what_is_predicted(ranks, tmp_path, monkeyp
     assert (losses[1], norms[1]) == (losses[2], norms[2])  # recomputation changes no bit
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_runs_on_gpus_train_the_same_in_bf16_and_count_the_bytes_of_one_step(ranks):
     sizes = {"x": 2, "hidden": 256, "batch": 2, "seq_len": 64, "repeats": 2}
     setting = ExpertsSetting(on_gpus=True, **sizes)  # here, CPUs

@@ -55,7 +55,7 @@ def _probe_alone(folder):
     return folder
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_rounds_of_micro_batches_that_are_not_simulated_take_as_long_as_the_last(monkeypatch):
     found = predict_pipeline(12, GridSizes(pipe=4, data=12), 12 * 60, 1)
     part = simulate_long(12, found, 12 * 60, "closed-form")

@@ -89,7 +89,7 @@ def test_nccl_takes_ll_for_small_messages_on_many_ranks_alone():
     assert machine.choose_protocol(16 * MIB, 16).name == "Simple"
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_two_levels_lose_large_messages_on_few_ranks_and_win_small_ones_on_many(tmp_path, monkeypatch):
     study = partial(study_collectives, machines=("perlmutter",), ranks=(32, 256), sizes=(16, 64))
     monkeypatch.setitem(STUDIES, "collectives", study)
@@ -196,7 +196,7 @@ def test_the_ladder_falls_and_overlap_gains_with_scale():
     assert (small.published_overlap_saved, large.published_overlap_saved) == ("up to 22%", "22%")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_each_assumption_less_brings_the_published_step_nearer():
     row = plan_run(find_run("frontier", "gpt-320b"), 8192)
     assert row.planned > row.products > row.attention > row.no_overlap > 1

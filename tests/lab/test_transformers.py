@@ -25,7 +25,8 @@ from lab.training.unmodified import (
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("model", [pytest.param("gpt2-xl", marks=pytest.mark.long), "gemma-7b"])
+@pytest.mark.long
+@pytest.mark.parametrize("model", [pytest.param("gpt2-xl", marks=pytest.mark.exhaustive), "gemma-7b"])
 def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     setting = TransformersSetting(models=(model,), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1)
     names = ("FSDP2, eager", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")
@@ -50,6 +51,7 @@ def measure_without_torchao(*arguments):
         return measure_model(*arguments)
 
 
+@pytest.mark.long
 def test_experts_divided_by_nccl_train_as_those_of_fsdp2_and_stretto_with_a_skewed_routing(ranks):
     setting = TransformersSetting(
         models=("qwen3-30b-a3b",), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1

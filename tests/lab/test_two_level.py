@@ -47,6 +47,7 @@ def network():
         yield
 
 
+@pytest.mark.long
 def test_nodes_reach_each_other_over_shaped_links_and_nothing_is_left(network):
     in_node = ["ip", "netns", "exec", namespace_of(0)]
     text = subprocess.run([*in_node, "tc", "qdisc"], capture_output=True, text=True, check=True).stdout
@@ -66,6 +67,7 @@ def test_nodes_reach_each_other_over_shaped_links_and_nothing_is_left(network):
     assert len(list_leftovers()) == 2 + 2 + 2 + 2  # namespaces, switches, ports, both ends of the trunk
 
 
+@pytest.mark.long
 def test_nothing_is_left_after_an_error_and_a_killed_runs_rest_is_removed(monkeypatch):
     if not can_make_namespaces():
         pytest.skip("needs root, and a Linux kernel with network namespaces, veth, bridge and tbf")
@@ -149,6 +151,7 @@ def test_a_delayed_message_arrives_later_and_in_order_while_the_sender_continues
     assert delayed > 0.15  # after the barrier, which the ranks leave at slightly different times
 
 
+@pytest.mark.long
 def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypatch, tmp_path):
     setting = TwoLevelSetting(sizes=6)
     links = setting.links(OVERHEADS)

@@ -123,6 +123,7 @@ def test_every_rank_gets_torchruns_environment_and_its_share_of_the_cores(
     assert_nothing_left(out, [])
 
 
+@pytest.mark.long
 def test_out_of_memory_the_kernel_ends_a_rank_before_the_launcher_that_reports_it(out: Path) -> None:
     assert launch(launch_entries.write_memory_score, config_for(out, 2)) is None
     assert int((out / "score-1").read_text()) > int(Path("/proc/self/oom_score_adj").read_text())
@@ -137,11 +138,13 @@ def test_ranks_import_nothing_from_the_working_directory(out: Path, monkeypatch:
     assert launch(launch_entries.write_pid, config_for(out, 2)) is None
 
 
+@pytest.mark.long
 def test_a_failure_is_named_though_the_launchers_folder_was_removed(out: Path) -> None:
     with pytest.raises(RankFailure, match="rank 0 of 2 failed: it was killed by SIGKILL"):
         launch(launch_entries.remove_folder_and_die, config_for(out, 2), QUICK)
 
 
+@pytest.mark.long
 def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(out: Path) -> None:
     checkpoint = write_complete_checkpoint(out)
     with pytest.raises(RankFailure) as failed:
@@ -154,6 +157,7 @@ def test_the_rank_that_raised_is_named_and_not_the_one_that_waited_for_it(out: P
     assert_nothing_left(out, pids(out, 2))
 
 
+@pytest.mark.long
 def test_a_rank_killed_in_mid_step_ends_the_job_with_its_name_and_signal(out: Path) -> None:
     killer = once_running(out, 2, lambda processes: os.kill(processes[1], signal.SIGKILL))
     with pytest.raises(RankFailure, match="rank 1 of 2 failed: it was killed by SIGKILL") as failed:
@@ -171,7 +175,8 @@ def test_a_survivor_that_is_deaf_to_sigterm_is_killed(out: Path) -> None:
     assert_nothing_left(out, pids(out, 2))
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [

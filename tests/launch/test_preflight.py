@@ -37,7 +37,8 @@ def check(
     return check_machines(torch.device("cpu"), folder=folder, cluster=cluster, multiply=multiply, send=send)
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(50))
 def test_the_slow_rank_and_the_slow_link_are_named_and_nothing_else(ranks: Any, tmp_path: Path, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -465,6 +465,7 @@ def test_no_grid_for_the_gpus_that_answer_ends_the_run(out: Path, capsys: pytest
     )
 
 
+@pytest.mark.long
 def test_all_ranks_are_tried_again_later_and_later_while_a_slot_goes_on_failing(
     out: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,6 +534,7 @@ def test_a_machine_that_can_start_no_process_blames_no_gpu(
     assert "GPU 1 is not probed" in caplog.text
 
 
+@pytest.mark.long
 def test_a_probe_exits_if_no_process_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPU does not answer, and the launcher was killed."""
     probe = slots_module.PROBE.replace("import torch", "import time; time.sleep(60)")

@@ -34,6 +34,7 @@ def check_for(supervisor, seconds):
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_rank_that_still_writes_a_checkpoint_has_longer_to_stop(stubborn, tmp_path: Path):
     watch = mock.MagicMock()
     watch.look.return_value = None
@@ -80,6 +81,7 @@ def test_a_rank_that_ends_long_after_it_was_killed_is_not_named_as_the_failure(s
     assert no_kill.count(failed.pid) == 1, "another process may have its number by now"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_stop", [False, True])
 def test_a_rank_that_nothing_ends_is_given_up_after_a_time(stubborn, failed, no_kill, tmp_path, is_stop):
     supervisor = Supervisor(StopTimeouts(stop=0.1, report=0.1, end=0.1, kill=0.5))

@@ -57,6 +57,7 @@ def _meet_after_loading():
     return errors
 
 
+@pytest.mark.long
 def test_hosts_wait_longer_in_the_first_meeting_after_a_kernel_was_loaded(ranks):
     errors, _ = ranks(2).run(meet_after_loading)
     for error, seconds in zip(errors, ["1.25", "0.25"] * 2, strict=True):

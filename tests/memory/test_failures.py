@@ -64,6 +64,7 @@ def test_a_failure_of_one_workspace_is_raised_by_every_check_until_it_is_closed(
     assert int(failures.failure_flag(CPU)) == 0
 
 
+@pytest.mark.long
 def test_a_failed_workspace_that_is_dropped_without_being_closed_is_forgotten():
     failed = Workspace("failed")
     failed.record.mark([1, 3])

@@ -46,6 +46,7 @@ def test_the_mps_daemon_is_ended_and_its_folder_removed_after_an_error_too(tmp_p
     assert not Path(folder).exists()
 
 
+@pytest.mark.long
 def test_the_mps_daemon_is_ended_where_the_process_that_started_it_is_killed(tmp_path):
     log, folders = tmp_path / "log", tmp_path / "folders"
     folders.mkdir()

@@ -24,6 +24,7 @@ def make(storage):
     return memory
 
 
+@pytest.mark.long
 def test_it_is_kept_until_the_graph_is_captured(capture):
     storage = torch.zeros(3)
     memory = make(storage)

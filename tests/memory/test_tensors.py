@@ -174,8 +174,6 @@ def test_a_missing_rank_is_named(ranks):
 
 
 def test_on_gpus_it_needs_a_gpu(ranks):
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
     ranks(1).run(ask_for_a_gpu)
 
 

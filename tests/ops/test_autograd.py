@@ -53,7 +53,7 @@ def differentiate_gather(shape, dtype, needs, saves_gathered, uses_gathered):
     return compare_gradients(every, own, needs)
 
 
-@pytest.mark.sampled(4, quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
 @pytest.mark.parametrize("way", ["saved", "gathered again", "both outputs used"])
@@ -76,7 +76,7 @@ def differentiate_scatter(shape, dtype, needs):
     return compare_gradients(every, own, needs)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
 def test_gradients_of_matmul_reduce_scatter_are_the_unfused_layers(interpret, needs, dtype):
@@ -178,7 +178,7 @@ def differentiate_an_mlp(shape, activation, is_gated, needs_gradients):
     return errors
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("activation", "is_gated"), [("gelu", False), ("silu", True), ("relu-squared", False)])
 @pytest.mark.parametrize("needs_gradients", [True, False])
 def test_an_mlp_is_the_whole_ones_rows(interpret, activation, is_gated, needs_gradients):
@@ -240,5 +240,6 @@ def compile_an_mlp(shape):
     return [torch.equal(eager, compiled) for eager, compiled in zip(*outcomes, strict=True)]
 
 
+@pytest.mark.long
 def test_torch_compile_takes_them_without_a_graph_break(interpret):
     assert interpret(2, compile_an_mlp, (16, 32, 16), timeout=200.0) == [[True] * 4] * 2

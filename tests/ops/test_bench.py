@@ -37,7 +37,7 @@ def bench_dryly(folder, dtype="bf16"):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_every_operator_is_measured_with_its_peers_and_reports_what_ran(interpret, tmp_path, dtype):
     rows = interpret(2, bench_dryly, str(tmp_path), dtype)[0]
     names = [name for name in OPERATORS if (name, dtype) != ("gathered", "fp8")]

@@ -30,7 +30,7 @@ def test_nothing_is_timed_where_a_rank_cannot(interpret, tmp_path):
     assert interpret(2, confirmed.choose_where_one_rank_cannot, str(tmp_path)) == [(0, {"kernel"})] * 2
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("times", [[1.0, 2.0], [2.0, 1.0], None])  # None: the prediction, which could not be timed
 def test_a_resumed_run_makes_the_choices_of_the_run_that_was_stopped(interpret, tmp_path, times):
     for is_same, has_same_choices, timed, choices in interpret(2, confirmed.stop_and_resume, str(tmp_path), times):

@@ -135,6 +135,7 @@ def modify_in_place():
                 out.sum().backward()
 
 
+@pytest.mark.long
 def test_only_what_is_kept_may_not_be_modified(interpret):
     interpret(2, modify_in_place)
 
@@ -264,6 +265,7 @@ def call_in_every_mode():
         assert torch.equal(both, torch.stack((one, 2 * one)))
 
 
+@pytest.mark.long
 def test_modes_change_no_number(interpret):
     interpret(2, call_in_every_mode)
 

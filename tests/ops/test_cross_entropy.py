@@ -80,7 +80,7 @@ def losses_on(vocab, sizes):
 
 
 # Of a vocabulary of 3 one rank has one column, beside padding.
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("vocab", "sizes"), [(61, {"x": 2}), (61, {"y": 2}), (3, {"x": 2})], ids=str)
 def test_a_loss_by_kernels_is_that_by_operators(interpret, vocab, sizes):
     for far in interpret(2, losses_on, vocab, sizes):

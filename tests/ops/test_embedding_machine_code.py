@@ -94,6 +94,7 @@ def to_ptx(target="sm_90", warps=1, **options):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_every_kernel_compiles(target):
     forms = compile_kernel(forward_kernel.pool_and_send, forward_arguments(), {"num_warps": 1}, target)

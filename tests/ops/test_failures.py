@@ -89,7 +89,8 @@ def miss_a_call(way):
     return messages
 
 
-@pytest.mark.parametrize("way", [pytest.param("two shots", marks=pytest.mark.long), "pushes"])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", [pytest.param("two shots", marks=pytest.mark.exhaustive), "pushes"])
 def test_a_missed_call_is_raised_by_every_later_call_of_the_process_until_its_group_has_ended(interpret, way):
     messages, nothing = interpret(2, miss_a_call, way)
     assert nothing == []
@@ -172,7 +173,7 @@ def fail_half_way(way):
     return results
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "way",
     ["one shot", "two shots", "scattered packets", "tiles", "tiles by copies", "pushes", "pulls", "copies"],

@@ -32,7 +32,8 @@ def infer_then_train(plan):
         assert all(map(torch.equal, *found)), operator.__name__
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", ["auto", "copies", "packets"])
 def test_a_group_that_has_inferred_may_train(interpret, plan):
     interpret(2, infer_then_train, plan)
@@ -129,6 +130,7 @@ def miss_a_call():
     return list(ops.all_gather_matmul(x[:2], weight).shape), list(ops.all_gather_matmul(x[:3], weight).shape)
 
 
+@pytest.mark.long
 def test_a_rank_that_waited_in_vain_may_call_again(interpret):
     assert interpret(2, miss_a_call) == [([4, 6], [6, 6])] * 2
 
@@ -157,7 +159,8 @@ def align_apart(plan):
             assert torch.equal(out, expected), (operator.__name__, far)
 
 
-@pytest.mark.sampled(3, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", ["auto", "copies", "pushes", "pulls", "tiles", "packets"])
 def test_ranks_operands_may_be_aligned_differently(interpret, plan):
     interpret(2, align_apart, plan)

@@ -88,6 +88,7 @@ def contains_any(path: Path, words: list[str]) -> bool:
     return any(word in text for word in words)
 
 
+@pytest.mark.long
 def test_no_module_of_the_library_launches_a_kernel_past_launch_kernel() -> None:
     """That is, none has kernel[grid](...) with one of the library's kernels. Benches have kernels of their own."""
     kernel = re.compile(r"^@triton\.jit.*\ndef (\w+)", re.MULTILINE)  # device functions as well
@@ -117,6 +118,7 @@ def test_a_known_launch_passes_the_addresses_of_tensors_wherever_they_stand() ->
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("default", ["0", "1"])
 def test_products_and_sums_are_fused_whatever_tritons_default_is(monkeypatch: pytest.MonkeyPatch, default: str) -> None:
     """The variable stands for versions of Triton whose default is another."""

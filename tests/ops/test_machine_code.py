@@ -348,7 +348,8 @@ def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_t
     assert count_shared_bytes(gemm_reduce_scatter, arguments, options, "sm_90") <= 227 << 10
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
@@ -453,7 +454,8 @@ def test_packets_are_stored_whole_four_at_a_time_and_polled_again(form, n, store
     assert not any(re.search(RELEASE + r"\.add", line) for line in lines)  # no signal: packets are their own
 
 
-@pytest.mark.sampled(4, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("blocks", [ODD, ODD._replace(m=16, k=256, num_stages=3), ODD._replace(n=224, k=64)])
 @pytest.mark.parametrize(("name", "transfer"), [("exchange", {}), ("gather", {"transfer": "programs"})])
@@ -489,7 +491,8 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
     assert before[-1].startswith("bar.sync")
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "sizes"), [("gather", {}), ("gather", {"transfer": "programs"}), ("scatter", {})])
 def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     sizes = sizes | {"shares": SHARED}
@@ -506,7 +509,8 @@ def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
     assert count_shared_bytes(kernel, arguments(WIDE, **sizes), options, "sm_90") + 1024 <= 228 << 10
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_kernel_of_the_sizes_that_count_spills(name, tmp_path):
     for blocks in (WIDE, NARROW) if name in LARGE else (FEW_ROWS, FEW_ROWS._replace(m=64, num_stages=6)):
@@ -526,6 +530,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
         assert bool(tma_loads(to_ptx(name, blocks=blocks, k=K if by_tma else K - 3, dtype=dtype))) == by_tma
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "m"),
     [
@@ -533,7 +538,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
         pytest.param("exchange", 64, marks=pytest.mark.long),
         ("gather", 512),
         *(pytest.param(name, 512, marks=pytest.mark.long) for name in ("scatter", "copied")),
-        *(pytest.param(name, 16384, marks=pytest.mark.long) for name in LARGE),
+        *(pytest.param(name, 16384, marks=pytest.mark.exhaustive) for name in LARGE),
         *(
             pytest.param(name, m, marks=pytest.mark.exhaustive)
             for name, m in (("exchange", 20), *((name, 4096) for name in LARGE))

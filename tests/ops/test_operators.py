@@ -47,7 +47,8 @@ def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), torch.equal(gathered, torch.cat(shards)), is_same, ran
 
 
-@pytest.mark.sampled(4, quick=2)
+@pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan", ["copies", "pushes", "pulls", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
 )
@@ -75,7 +76,8 @@ def multiply_and_scatter(shape, dtype, by_columns, has_bias, plan):
     return relative_error(out, expected), all(torch.equal(out, one) for one in again), ran
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -116,6 +118,7 @@ def share(what, shape, plan):
     return max(more), *result
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["copies", "pushes", "tiles"])
 @pytest.mark.parametrize(
@@ -150,6 +153,7 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
     )
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan", ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "auto"]
@@ -237,7 +241,7 @@ def add_in_order(operator, plan):
         ("matmul_all_reduce", "odd tiles"),
     ],
 )
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(4)
 def test_partial_sums_are_added_in_rank_order(interpret, operator, plan):
     assert interpret(4, add_in_order, operator, plan) == [[1.0]] * 4
 

@@ -107,6 +107,7 @@ def fit(rows):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("known", "other"), [("H200", "H100"), ("H100", "H200")])
 def test_one_machines_times_predict_nine_of_ten_choices_of_another(machines, known, other):
     constants = fit([row for row in machines[known] if row.call.world == 4])

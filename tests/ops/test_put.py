@@ -100,7 +100,7 @@ def test_missing_packages_are_named(monkeypatch):
         require_nvshmem(device)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_operators_come_without_nvshmems_bindings():
     code = "import sys, stretto.ops; print(any('nvshmem' in name for name in sys.modules))"

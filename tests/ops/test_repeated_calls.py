@@ -68,7 +68,8 @@ def call_in_many_shapes(calls, seed):
     return wrong
 
 
-@pytest.mark.parametrize("calls", [2, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("calls", [2, pytest.param(6, marks=pytest.mark.exhaustive)])
 def test_calls_of_any_shape_and_subgroup_follow_each_other(interpret, calls):
     assert interpret(4, call_in_many_shapes, calls, 5) == [[]] * 4
 
@@ -135,7 +136,8 @@ def fall_behind(name, plan, calls):
     return wrong
 
 
-@pytest.mark.sampled(3, quick=2)
+@pytest.mark.long
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],

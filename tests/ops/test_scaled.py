@@ -111,7 +111,8 @@ def multiply(operator, shape, plan, kinds, dtype, has_bias, seed=0, **options):
     return is_right, bits, out.dtype == dtype and all(torch.equal(out, one) for one in again), ran
 
 
-@pytest.mark.sampled(7, quick=3)
+@pytest.mark.long
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("operator", "plan"),
     [
@@ -175,7 +176,7 @@ def multiply_random(calls, seed):
 
 
 @pytest.mark.parametrize("calls", [5, pytest.param(16, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.long
 def test_random_calls(interpret, ranks, calls):
     seed = random.randrange(1 << 20)

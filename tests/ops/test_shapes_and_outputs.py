@@ -74,6 +74,7 @@ def call_others_with_dims():
         assert torch.equal(out, flat.unflatten(0, (first, 3)))
 
 
+@pytest.mark.long
 def test_mlps_and_scaled_products_take_more_dims(interpret):
     interpret(2, call_others_with_dims)
 
@@ -229,6 +230,7 @@ def write_to_outputs(most_plans_of_batches):
     assert torch.equal(out, ops.matmul_reduce_scatter(x, weights[0]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most_plans_of_batches", [1, pytest.param(None, marks=pytest.mark.long)])
 def test_outputs_that_are_given_are_written_to(interpret, most_plans_of_batches):
     interpret(2, write_to_outputs, most_plans_of_batches, timeout=200.0)

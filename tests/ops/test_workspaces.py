@@ -86,5 +86,6 @@ def free_alone():
             ops.free_workspaces(alone)
 
 
+@pytest.mark.long
 def test_a_rank_frees_nothing_alone_or_while_a_graph_is_captured(interpret):
     interpret(2, free_alone)

@@ -75,6 +75,7 @@ def test_a_gradient_scalers_own_finding_is_kept(kind, flag):
     assert float(optimizer.found_inf) == 0  # it is the scaler's again
 
 
+@pytest.mark.long
 def test_a_guarded_step_raises_where_the_host_knows_of_the_failure():
     class Workspace:
         pass

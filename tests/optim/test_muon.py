@@ -130,16 +130,23 @@ def train_on_grid(sizes, steps):
 
 
 GRIDS = [
-    {"x": 2, "y": 2, "z": 2},
     {"data": 2, "x": 2, "z": 2, "expert": 2},
-    {"data": 4, "z": 2, "expert": 4},
     *(
         pytest.param(grid, marks=pytest.mark.exhaustive)
-        for grid in ({"data": 8}, {"z": 8}, {"x": 2, "data": 4}, {"y": 2, "z": 4}, {"data": 2, "context": 2, "z": 2})
+        for grid in (
+            {"x": 2, "y": 2, "z": 2},
+            {"data": 4, "z": 2, "expert": 4},
+            {"data": 8},
+            {"z": 8},
+            {"x": 2, "data": 4},
+            {"y": 2, "z": 4},
+            {"data": 2, "context": 2, "z": 2},
+        )
     ),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_weights_on_a_grid_are_one_ranks(ranks, sizes):
     for distance in ranks(8).run(train_on_grid, sizes, 3):

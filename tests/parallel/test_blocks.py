@@ -244,7 +244,8 @@ def train_on(sizes: Sizes, name: str, options: dict[str, Any], micro_batches: in
 KEEPS, FREES = {"reshard": "after_backward"}, {"reshard": "after_forward"}
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("options", [KEEPS, FREES, {"overlap": False}, {"reshard": "gradients_after_step"}], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 4), (2, 1, 1, 2), (4, 1, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)])
@@ -297,6 +298,7 @@ def count_gathers(reshard: ReshardPolicy) -> tuple[int, int]:
     return kinds["all_gather"], kinds["reduce_scatter"]
 
 
+@pytest.mark.long
 def test_a_block_is_sent_in_one_message_and_again_for_the_backward_pass_if_it_is_freed(ranks):
     """4 blocks, and the embedding, which is in none and is kept."""
     assert ranks(2).run(count_gathers, "after_backward") == [(5, 5)] * 2
@@ -335,7 +337,8 @@ def checkpoint_blocks(reshard: ReshardPolicy) -> None:
     assert found["weights"][calls] == 2 * right["weights"][calls]
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reshard", ["after_backward", "after_forward"])
 def test_checkpointed_blocks_are_gathered_and_computed_again(ranks, reshard):
     ranks(4).run(checkpoint_blocks, reshard)
@@ -400,6 +403,7 @@ def sum_gradients() -> None:
             mean_over_batch(loss, 1, grid)
 
 
+@pytest.mark.long
 def test_the_mean_over_the_batch_is_right_with_summed_and_with_averaged_gradients(ranks):
     ranks(4).run(sum_gradients)
 

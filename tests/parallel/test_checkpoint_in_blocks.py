@@ -129,12 +129,13 @@ def wrong_weights(sizes: dict[str, int], half: int) -> list[str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "sizes", "half"),
     [
         (2, {"z": 2}, 0),
-        pytest.param(2, {"z": 2}, 1, marks=pytest.mark.long),
-        pytest.param(2, {"data": 2}, 0, marks=pytest.mark.long),
+        pytest.param(2, {"z": 2}, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2, {"data": 2}, 0, marks=pytest.mark.exhaustive),
         pytest.param(4, {"data": 2, "z": 2}, 0, marks=pytest.mark.exhaustive),
         pytest.param(4, {"data": 2, "z": 2}, 1, marks=pytest.mark.exhaustive),
     ],

@@ -93,7 +93,8 @@ def compile_blocks(make_model: Callable[[], nn.Module], how: str) -> tuple[int, 
     return len(graphs), breaks, max(distance(gather(one.grad).float(), other.grad) for one, other in pairs), 0
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make_model", [make_gpt, make_qwen])
 def test_a_block_on_one_rank_is_one_graph(ranks, make_model):
     ((graphs, breaks, far, _),) = ranks(1).run(compile_blocks, make_model, "as it is")
@@ -293,6 +294,7 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
 
 
 # AOTAutograd, which takes as long as Dynamo, traces each operation's formula of the backward pass once.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make_model", "sizes", "options", "backend"),
     [
@@ -300,14 +302,16 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         pytest.param(make_llama, {"z": 2}, BY_BLOCKS, "aot_eager", marks=pytest.mark.exhaustive),
         (make_qwen, {"z": 2, "expert": 2}, {"expert_rows": 300}, "aot_eager"),
         pytest.param(make_deepseek, {"z": 2, "expert": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
-        pytest.param(make_deepseek, {"x": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_deepseek, {"x": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_experts, {"z": 2, "expert": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_qwen, {"x": 2}, {"shard_sequence": True}, "eager", marks=pytest.mark.exhaustive),
-        pytest.param(make_qwen, {"y": 2}, {}, "aot_eager", marks=pytest.mark.long),  # norms and routers exchange over y
+        pytest.param(
+            make_qwen, {"y": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive
+        ),  # norms and routers exchange over y
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, "eager", marks=pytest.mark.long),
         pytest.param(make_gpt2, {"x": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
-        pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.long),
+        pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, "aot_eager", marks=pytest.mark.exhaustive),
         *[
             pytest.param(make_model, sizes, {}, "aot_eager", marks=pytest.mark.exhaustive)
@@ -345,7 +349,7 @@ def test_linears_share_tokens_that_one_of_them_has_gathered(ranks, is_compiled):
     assert ranks(2).run(gathers_of_sharded_tokens, is_compiled) == [4, 4]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_compiled_layers_that_checkpoint_themselves_are_graphs_inside_of_their_checkpoints(ranks):
     for graphs, _, far, messages in ranks(2).run(compile_like_a_user, make_checkpointed, {"z": 2}, "layers", {}):
         assert (graphs, messages) == (3, [])  # without gradients, with them when it is computed again, and evaluating
@@ -357,7 +361,7 @@ BOTH = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @BOTH
 def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
     for _, breaks, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "frozen layers", options):
@@ -365,7 +369,7 @@ def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
         assert far < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @BOTH
 def test_a_whole_compiled_model_logs_nothing(ranks, options):
     for _, _, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "model", options):

@@ -122,7 +122,7 @@ def continue_on_grid(kind: str, sizes: Sizes, folder: Path, name: str) -> list[f
         ),
     ],
 )
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: MakeRanks, tmp_path: Path) -> None:
     expected = ranks(4).run(start_by_fsdp2, kind, tmp_path / "saved", name)[0]
     for count, sizes in GRIDS:
@@ -185,6 +185,7 @@ def unset_on_meta(kind: str) -> tuple[bool, bool, float]:
     return are_unset, are_right, (model(tokens).logits - plain(tokens).logits).abs().max().item()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_weights_that_are_loaded_afterwards_are_not_drawn_before(kind: str, ranks: MakeRanks) -> None:
     for are_unset, are_right, far in ranks(4).run(unset_on_meta, kind):

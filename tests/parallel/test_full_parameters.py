@@ -95,9 +95,9 @@ def edit_on_a_grid(sizes: dict[str, int], make: Callable[[], nn.Module]) -> list
     ("count", "sizes", "make"),
     [
         (2, {"z": 2}, tied_blocks),
-        pytest.param(4, {"data": 2, "z": 2}, tied_blocks, marks=pytest.mark.long),
+        pytest.param(4, {"data": 2, "z": 2}, tied_blocks, marks=pytest.mark.exhaustive),
         pytest.param(4, {"x": 2, "y": 2}, gpt, marks=pytest.mark.long),
-        pytest.param(4, {"data": 2, "z": 2, "expert": 4}, gpt, marks=pytest.mark.long),
+        pytest.param(4, {"data": 2, "z": 2, "expert": 4}, gpt, marks=pytest.mark.exhaustive),
         (1, {}, gpt),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),

@@ -150,6 +150,7 @@ def test_a_rank_that_is_late_by_less_than_the_time_limit_breaks_nothing(ranks):
     assert ranks(2).run(wait_for_a_late_rank, 20.0, 0.4) == ["", ""]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_late_by_more_than_the_time_limit_is_given_up(ranks):
     assert "imed out" in ranks(2).run(wait_for_a_late_rank, 0.2, 1.0)[0]
 
@@ -179,7 +180,7 @@ def describe_experts(sizes: dict[str, object], groups: tuple[str, ...]) -> dict[
 EXPERT_GROUPS = ("expert_data", "expert", "expert_z")
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "members", "mesh"),
     [

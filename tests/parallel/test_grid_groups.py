@@ -71,7 +71,8 @@ def assert_no_growth(counts: list[dict[str, int]]) -> None:
     assert min(each["threads"] for each in others) <= first["threads"], counts
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [{"z": 2}, {"x": 2}, {"pipe": 2}], ids=str)
 def test_six_grids_of_one_shape_need_what_one_needs(ranks, shape):
     for counts in ranks(2).run(count_over_grids, [shape], 6):
@@ -96,7 +97,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_grids_of_many_shapes_share_the_groups_of_the_same_ranks(ranks):
     for first, *others in ranks(4).run(count_over_grids, SHAPES, 3):
         # The job's own; for pairs of near and of far ranks those of axes and of the batch; for one of the two those of
@@ -142,6 +143,7 @@ def close_grids() -> dict[str, Any]:
     return {"before": before, "between": between, "after": after, "total": total.item(), "refusals": len(refusals)}
 
 
+@pytest.mark.long
 def test_closing_grids_gives_back_what_no_other_uses_and_a_closed_one_is_refused(ranks):
     for seen in ranks(4).run(close_grids):
         assert seen["between"]["groups"] > seen["before"]["groups"]
@@ -209,7 +211,7 @@ def train_again_and_again(folder: Path) -> list[dict[str, int]]:
     return counts
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_trainings_one_after_another_in_a_process_share_all_groups(ranks, tmp_path):
     configure(tmp_path / "0")  # writes the text
     for counts in ranks(2).run(train_again_and_again, tmp_path):

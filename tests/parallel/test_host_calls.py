@@ -54,7 +54,7 @@ def calls_of_a_layer(backend: str | None) -> tuple[int, int]:
     return plain // 2, parallel // 2
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
 def test_a_layer_on_one_rank_takes_few_more_calls_than_a_plain_one(ranks, backend):
     ((plain, parallel),) = ranks(1).run(calls_of_a_layer, backend)
     assert parallel <= 1.3 * plain

@@ -91,7 +91,7 @@ def test_models_train_with_copied_kv_heads_as_on_one_rank(ranks: MakeRanks) -> N
     check(ranks, 4, ON_FOUR)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("count", "cases"),
     [
@@ -106,7 +106,7 @@ def test_more_models_train_with_copied_kv_heads_as_on_one_rank(
     check(ranks, count, cases)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_pipeline_stages_train_with_copied_kv_heads_as_one_rank(ranks: MakeRanks) -> None:
     print(f"seed {SEED}")
     case, run = gpt(1, **LLAMA), pipelines.Run({"pipe": 2, "x": 2})
@@ -118,7 +118,7 @@ def make_gpt() -> GPT:
     return GPT(replace(runs.GPT_CONFIG, kv_heads=2))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_checkpoints_and_exported_files_are_those_of_one_rank(ranks: MakeRanks, tmp_path: Path) -> None:
     """A copy is written once, and read by every grid; so are moments."""
     weights = ranks(4).run(runs.save_trained, make_gpt, {"x": 4}, tmp_path / "x4")[0]

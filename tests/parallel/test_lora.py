@@ -57,9 +57,10 @@ def train_on_grid(sizes: dict[str, int], options: dict[str, Any]) -> tuple[dict[
     return train(model, grid), [str(each.message) for each in caught]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"reshard": "after_forward"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize("sizes", [{"data": 2, "z": 2}, {"x": 2, "z": 2}], ids=str)
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 def test_adapters_train_as_on_one_rank(sizes: dict[str, int], options: dict[str, Any], ranks: MakeRanks) -> None:
     expected = train(make(), None)
     assert expected["with gradient"] == set(expected["adapters"])
@@ -108,6 +109,7 @@ def distances_over_context(sizes: dict[str, int], cases: list[tuple[str, str | N
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes", [{"context": 4}, pytest.param({"context": 2, "z": 2}, marks=pytest.mark.exhaustive)], ids=str
 )

@@ -85,11 +85,12 @@ def spread_variants() -> list[tuple[Sizes, str, str]]:
     return runs
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "precision", "variant"),
     [
         ((1, 2, 1, 2), "fp32-sgd", "micro-batched"),
-        *(pytest.param(*run, marks=pytest.mark.sampled(2, quick=0)) for run in spread_variants()),
+        *(pytest.param(*run, marks=pytest.mark.exhaustive) for run in spread_variants()),
     ],
     ids=str,
 )
@@ -147,7 +148,8 @@ def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: to
         return distance(logits_of(case, model, tokens[rows]), expected[rows])
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 2, 1, 1), (1, 2, 2, 2), (2, 1, 2, 2), (1, 8, 1, 1)], ids=str)
 @pytest.mark.parametrize("variant", ["gpt2-like", "llama-like"])
 def test_every_rank_gets_whole_logits_of_its_rows_when_there_are_no_targets(ranks, sizes, variant):
@@ -166,7 +168,8 @@ def initial_weights_of_a_meta_model(sizes: Sizes, config: GPTConfig, seed: int) 
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -346,7 +349,8 @@ def stack_distances(sizes: Sizes) -> dict[str, float]:
     return {situation: far for situation, far in distances.items() if not far < 1e-12}
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (1, 2, 2, 1), (1, 2, 1, 2)], ids=str)
 def test_gradients_are_those_of_plain_training_whatever_is_done_with_the_model(ranks, sizes):
     print(f"seed {SEED}")

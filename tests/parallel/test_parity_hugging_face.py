@@ -63,7 +63,8 @@ def disagreements_of(sizes: Sizes, case: Case, precision: Precision, expected: T
         return disagreements(sizes, case, precision, expected)
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "precision"),
     [
@@ -97,7 +98,8 @@ def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Te
     return distance(logits, expected[rows]), made, torch.equal(as_tuple[0], logits)
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
@@ -141,7 +143,8 @@ META_MODELS = {
 }
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", list(META_MODELS))
 def test_a_model_on_the_meta_device_is_initialized_as_by_hugging_face_and_equally_on_every_grid(ranks, model):
     (weights,) = ranks(1).run(weights_from_meta, (1, 1, 1, 1), model)

@@ -85,15 +85,16 @@ def compare_modes(sizes: Sizes, options: dict[str, Any]) -> list[str]:
     return differences(right, {mode: train_gpt(sizes, mode, options) for mode in MODES})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
         ((1, 2, 1, 1), {}),
-        pytest.param((1, 2, 1, 2), {"reshard": "after_forward"}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
-        pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 2, 1, 2), {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
+        pytest.param((1, 1, 2, 1), {}, marks=pytest.mark.exhaustive),
+        pytest.param((2, 1, 1, 2), {}, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 2, 1), {"shard_sequence": True}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -129,7 +130,7 @@ X2, Y2, Z2 = (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2)
     ("sizes", "family", "task", "blocks"),
     [
         pytest.param(X2, "llama", "causal", False, marks=pytest.mark.long),
-        pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.long),
+        pytest.param(Z2, "bart", "seq2seq", True, marks=pytest.mark.exhaustive),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (
@@ -172,12 +173,13 @@ def calls_of_a_block(sizes: Sizes, recompute: str, shards: bool) -> tuple[Counte
     return first, second
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "shards"),
     [
         (X2, False),
-        pytest.param(Y2, False, marks=pytest.mark.long),
-        pytest.param(X2, True, marks=pytest.mark.long),
+        pytest.param(Y2, False, marks=pytest.mark.exhaustive),
+        pytest.param(X2, True, marks=pytest.mark.exhaustive),
         pytest.param((1, 2, 2, 1), True, marks=pytest.mark.exhaustive),
         pytest.param((1, 2, 1, 2), False, marks=pytest.mark.exhaustive),
     ],
@@ -209,12 +211,13 @@ def train_without_dropout(sizes: Sizes, recompute: str, options: dict[str, Any])
     return gradients(model), products.count, sums
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options", "sums"),
     [
         ((1, 2, 1, 1), {}, 2),
-        pytest.param((1, 1, 1, 2), {"reshard": "after_forward"}, 0, marks=pytest.mark.long),
-        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.sampled(1, quick=0)),
+        pytest.param((1, 1, 1, 2), {"reshard": "after_forward"}, 0, marks=pytest.mark.exhaustive),
+        pytest.param((1, 2, 1, 1), {"shard_sequence": True}, 2, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -229,6 +232,7 @@ def test_a_block_that_is_computed_again_ends_before_its_last_linear(ranks, sizes
         assert seen[1:] == (products + 4 * 5 - segments, sent + 4 * sums - segments * (sums > 0)), mode
 
 
+@pytest.mark.long
 def test_products_sends_no_sum_again_but_statistics_of_norms_and_gathered_tokens(ranks):
     forward, backward = ranks(2).run(calls_of_a_block, Y2, "none", False)[0]
     again = ranks(2).run(calls_of_a_block, Y2, "products", False)[0][1] - backward
@@ -297,6 +301,7 @@ def compare_loops() -> dict[str, tuple[bool, list[int], list[int]]]:
     return found
 
 
+@pytest.mark.long
 def test_outputs_that_are_overwritten_graphs_that_are_kept_and_functions_that_run_once(ranks):
     """Each block runs once in the forward pass, and once in each of two backward passes; run_once counts one."""
     print(f"seed {SEED}")
@@ -449,6 +454,7 @@ def count_products(options: dict[str, Any]) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is sharded only over z")
 def test_products_that_are_kept_or_whose_sum_is_kept_are_not_computed_again(ranks):
     """4 blocks of two linears, the second of which is summed over x."""

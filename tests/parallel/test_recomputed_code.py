@@ -201,6 +201,7 @@ def try_codes() -> dict[str, list[str]]:
     return {name: differing_modes(code, backward, True) for name, code in CODES.items()}
 
 
+@pytest.mark.long
 def test_whatever_a_blocks_code_does_gradients_are_the_same_to_the_bit(ranks):
     print(f"seed {SEED}")
     assert ranks(1).run(try_codes)[0] == {name: [] for name in CODES}
@@ -210,6 +211,7 @@ def try_passes() -> dict[str, list[str]]:
     return {name: differing_modes(plain, run, True) for name, run in PASSES.items()}
 
 
+@pytest.mark.long
 def test_however_gradients_are_asked_for_they_are_the_same_to_the_bit(ranks):
     print(f"seed {SEED}")
     assert ranks(1).run(try_passes)[0] == {name: [] for name in PASSES}
@@ -223,11 +225,13 @@ def try_frozen() -> dict[Any, list[str]]:
     }
 
 
+@pytest.mark.long
 def test_whatever_is_frozen_gradients_are_the_same_to_the_bit(ranks):
     print(f"seed {SEED}")
     assert not any(ranks(1).run(try_frozen)[0].values())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "modes",
     [
@@ -348,6 +352,7 @@ def count_gathered_weights() -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_weights_are_freed_between_the_passes(ranks):
     assert ranks(2).run(count_gathered_weights) == [dict.fromkeys(MODES, (8, 0))] * 2
 

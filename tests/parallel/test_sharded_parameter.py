@@ -149,10 +149,10 @@ def tied_gpt() -> nn.Module:
     [
         (2, {"z": 2}, {}, linear, "0.weight"),
         (2, {"data": 2}, {"dtype": torch.bfloat16}, linear, "0.weight"),
-        (2, {"y": 2}, {}, tied_gpt, "blocks.0.mlp.up.weight"),
+        pytest.param(2, {"y": 2}, {}, tied_gpt, "blocks.0.mlp.up.weight", marks=pytest.mark.long),
         pytest.param(4, {"data": 2, "z": 2}, {}, linear, "0.weight", marks=pytest.mark.exhaustive),
         pytest.param(4, {"x": 2, "z": 2}, {}, tied_gpt, "blocks.0.attention.qkv.weight", marks=pytest.mark.exhaustive),
-        pytest.param(4, {"x": 2, "y": 2}, {}, tied_gpt, "embedding.weight", marks=pytest.mark.long),
+        pytest.param(4, {"x": 2, "y": 2}, {}, tied_gpt, "embedding.weight", marks=pytest.mark.exhaustive),
         pytest.param(4, {"x": 2, "y": 2}, {}, tied_gpt, "blocks.0.mlp.up.weight", marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),

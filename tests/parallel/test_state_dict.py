@@ -66,7 +66,7 @@ def loaded(sizes: Sizes) -> tuple[bool, bool, list[str]]:
     return from_plain, is_equal(), messages
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)], ids=str)
 def test_a_plain_models_state_dict_is_loaded_part_by_part(ranks, sizes):
     for from_plain, from_own, messages in ranks(4).run(loaded, sizes):

@@ -53,7 +53,7 @@ def compare(sizes: Sizes, blocks: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("sizes", "blocks"),
-    [((1, 1, 1, 2), True), pytest.param((1, 2, 1, 1), False, marks=pytest.mark.long)],
+    [((1, 1, 1, 2), True), pytest.param((1, 2, 1, 1), False, marks=pytest.mark.exhaustive)],
     ids=str,
 )
 def test_checkpointing_by_transformers_methods_gives_the_same_gradients(ranks, sizes, blocks):

@@ -223,6 +223,7 @@ def wrong_results(sizes: dict[str, int]) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "sizes"),
     [(2, {"z": 2}), (2, {"data": 2}), pytest.param(4, {"data": 2, "z": 2}, marks=pytest.mark.exhaustive)],
@@ -253,6 +254,7 @@ def refusals_of_other_rows(sizes: dict[str, int]) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_of_x_and_y_that_are_given_different_rows_raise_an_error(ranks):
     for sizes in ({"x": 2}, {"x": 2, "y": 2}):
         for other, shorter, numbers, bits in ranks(2 * sizes.get("y", 1)).run(refusals_of_other_rows, sizes):

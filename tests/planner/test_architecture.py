@@ -254,7 +254,7 @@ def test_the_number_of_gpus_that_would_do_is_the_nearest(gpus, nearest):
     assert all(why_impossible(architecture, grid, 1024) for n in nearer for grid in every_grid(n))
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [{"micro_batch": 4}, {"shard_sequence": True, "seq_len": 1}, {"batch": 6}], ids=str)
 def test_the_number_of_gpus_that_would_do_does_with_the_same_options(options):
     """Of every number up to 40, as plans of all numbers say."""

@@ -119,6 +119,7 @@ def test_the_simulator_plays_the_exchange(grid):
     assert simulated.exposed["context"] == pytest.approx(predicted.exposed["context"], rel=0.05)
 
 
+@pytest.mark.long
 def test_context_is_searched_for_long_sequences_or_where_it_is_asked_for():
     def contexts(seq_len: int, **options: object) -> set[int]:
         found = plan(MODEL, H100, gpus=8, batch=8, seq_len=seq_len, **options)

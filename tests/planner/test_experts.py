@@ -40,7 +40,8 @@ def held_and_sent(sizes: dict[str, int], **options: Any) -> tuple[int, dict[tupl
     return sum(parameter.to_local().numel() for parameter in model.parameters()), dict(counts.bytes_by_axis())
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_predictions_equal_what_ranks_hold_and_send(ranks, grid):
     count = prod(size for axis, size in grid.items() if axis != "expert")

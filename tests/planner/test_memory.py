@@ -366,6 +366,7 @@ def test_peak_memory_is_within_10_percent_of_what_real_ranks_hold(
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
+@pytest.mark.exhaustive
 def test_freed_weights_free_all_layers_but_two_at_the_peak(ranks):
     sizes = {"data": 1, "x": 1, "y": 1, "z": 2}
     kept, freed = (
@@ -376,6 +377,7 @@ def test_freed_weights_free_all_layers_but_two_at_the_peak(ranks):
     assert kept - freed > (SMALL.layers - 2) * layer
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "grid", "options"),
     [("Phi-3", {"z": 2}, {"recompute": "every:2"}), ("GPT", {"data": 2}, {"reshard": "after_forward"})],
@@ -391,8 +393,7 @@ def test_blocks_free_their_weights_after_their_forward_and_their_backward_pass(r
     assert expected.peak_memory == pytest.approx(seen, rel=0.05)
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["communication", "products", "every:2", "every:3"])
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "shards"),
@@ -408,8 +409,7 @@ def test_peak_memory_of_modes_of_recomputation_is_within_10_percent(ranks, grid,
     assert expected.peak_memory == pytest.approx(seen, rel=0.1)
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"data": 2}], ids=str)
 @pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize(

@@ -87,7 +87,8 @@ def sent_by_experts(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[t
     return Counter({each: number for each, number in sent.items() if each[1] in ("x", "expert")})
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

@@ -398,6 +398,7 @@ def test_the_command_explains_memory_by_formulas_and_json_has_the_same():
     assert sum(best["step_memory"].values()) == by_name["peak of a step"]["bytes"]
 
 
+@pytest.mark.long
 def test_the_command_searches_memory_and_names_what_was_chosen():
     shown = run(*ASK, "--memory", "auto", "--top", "2")
     assert shown.splitlines()[2].split()[-5:] == ["state", "recompute", "host,", "a", "node"]
@@ -466,7 +467,7 @@ def peaks_of_training(
     return beginning.peak, seen.peak
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("grid", "location", "micro_batch"),
     [

@@ -67,7 +67,7 @@ def peak_of_a_pipeline(
     return seen.peak
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "schedule", "options"),
     [

@@ -343,6 +343,7 @@ def test_memory_that_is_short_is_answered_by_recomputation_or_a_schedule_that_ke
     assert "does not fit" in plan.why
 
 
+@pytest.mark.long
 def test_many_grids_are_searched_by_their_bounds_and_a_note_names_what_was_skipped(monkeypatch):
     options: dict[str, Any] = {"gpus": 16, "batch": 16, "seq_len": 1024, "pipe": "auto"}
     whole = stretto.plan(MODEL, cluster(), **options)
@@ -460,6 +461,7 @@ def test_the_choices_of_table_3_1_reach_about_half_of_the_peak():
             assert 0.5 < share < 0.64, billions
 
 
+@pytest.mark.long
 def test_axonns_choice_of_24b_is_within_5_percent_of_the_best_stages_and_replicas():
     options: dict[str, Any] = {"gpus": 96, "batch": 16384, "seq_len": 512, "dtype": "fp16"}
     plans = stretto.plan(MODELS[24], "summit", pipe=12, state=StateOptions("host"), **options)

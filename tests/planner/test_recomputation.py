@@ -68,7 +68,7 @@ def measure(sizes: dict[str, int], config: GPTConfig, recompute: str, options: d
         pytest.param({"x": 2}, GATED, {"shard_sequence": True}, marks=pytest.mark.exhaustive),
         pytest.param({"x": 2, "y": 2}, CONFIG, {"shard_sequence": True}, marks=pytest.mark.exhaustive),
         pytest.param({"x": 2, "z": 2}, GATED, {}, marks=pytest.mark.exhaustive),
-        pytest.param({"z": 2}, GATED, {"reshard": "after_forward"}, marks=pytest.mark.long),
+        pytest.param({"z": 2}, GATED, {"reshard": "after_forward"}, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: "gated" if value == GATED else str(value) if isinstance(value, dict) else "plain",
 )

@@ -58,6 +58,7 @@ def bytes_sent(sizes: dict[str, int], config: GPTConfig | dict[str, Any], recomp
     return dict(counts.bytes_by_axis())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "grid", "recomputes"),
     [

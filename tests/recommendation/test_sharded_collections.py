@@ -19,15 +19,18 @@ MakeRanks = Callable[[int], Ranks]
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "options"),
     [
         (3, {}),
-        pytest.param(1, {}, marks=LONG),
+        pytest.param(1, {}, marks=pytest.mark.exhaustive),
         pytest.param(2, {"gradients": "sum", "pooling": {"t1": 50.0}}, marks=LONG),
         pytest.param(4, {"z": 2, "sparse": True}, marks=LONG),
         pytest.param(
-            4, {"owners": dict.fromkeys(("t1", "t2", "t3", "w1", "w2", "s1", "s2", "bag", "row"), 3)}, marks=LONG
+            4,
+            {"owners": dict.fromkeys(("t1", "t2", "t3", "w1", "w2", "s1", "s2", "bag", "row"), 3)},
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -187,6 +187,7 @@ def test_numbers_that_make_no_step_are_refused():
         replace(MI210, lookup=0.0)
 
 
+@pytest.mark.long
 def test_the_simulator_of_a_dlrm_needs_no_torch():
     code = "import sys, stretto.recommendation.simulation, stretto.simulator.chakra; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

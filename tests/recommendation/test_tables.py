@@ -41,7 +41,7 @@ PLACEMENTS: dict[str, tuple[int, tuple[tuple[int, ...], ...] | None]] = {
 }
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_losses_and_weights_are_those_of_the_plain_model(
     ranks: MakeRanks, plain: tuple[list[float], dict[str, torch.Tensor]], name: str

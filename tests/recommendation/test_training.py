@@ -88,7 +88,8 @@ def brute_force_auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
     return sum(1.0 if p > n else 0.5 if p == n else 0.0 for p, n in pairs) / len(pairs)
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_losses_weights_and_auc_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path, count: int) -> None:
     options = ["train.optimizer=sgd", "train.checkpoint_every=1", "train.keep_checkpoints=9", f"ranks={count}"]
     metrics = run(ranks, tmp_path / "run", *options)
@@ -123,6 +124,7 @@ def test_the_first_loss_and_the_bits_of_one_number_of_ranks_are_always_the_same(
         assert torch.equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
 @pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", "sgd"])
@@ -173,6 +175,7 @@ def test_the_operator_that_updates_tables_itself_gives_the_same_losses_and_check
     )
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: MakeRanks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", "ranks=2")
     config = click_runs.configure(tmp_path / "stopped", "ranks=2")
@@ -183,7 +186,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_that_continues(ranks: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", "adam"])
+@pytest.mark.parametrize("table_optimizer", ["rowwise-adagrad", pytest.param("adam", marks=pytest.mark.exhaustive)])
 def test_a_run_with_planned_tables_has_the_losses_of_one_rank_and_resumes_on_others(
     ranks: MakeRanks, tmp_path: Path, table_optimizer: str
 ) -> None:
@@ -215,7 +218,7 @@ def test_more_ranks_than_tables_train_as_well(ranks: MakeRanks, tmp_path: Path) 
     assert [line["loss"] for line in many] == pytest.approx([line["loss"] for line in alone], abs=1e-12)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_small_model_learns_what_is_planted(ranks: MakeRanks, tmp_path: Path) -> None:
     metrics = run(
         ranks, tmp_path, "ranks=2", "train.dtype=fp32", "train.steps=60", "train.batch=256", "data.samples=20000",

@@ -413,7 +413,8 @@ def test_every_kind_of_result_is_drawn_here() -> None:
     assert len(RESULTS) == len(PLOTS)
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", RESULTS)
 def test_labels_of_a_result_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str, count: int) -> None:
@@ -433,6 +434,7 @@ def committed() -> Iterator[Path]:
             yield path.relative_to(ROOT)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("picture", list(committed()), ids=str)
 def test_labels_of_committed_results_are_clear_of_each_other(
@@ -444,7 +446,7 @@ def test_labels_of_committed_results_are_clear_of_each_other(
     assert find_faults(drawn[0]) == []
 
 
-@pytest.mark.sampled(quick=4)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("steps", [1, 3, 500])
 def test_labels_of_losses_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], count: int, steps: int) -> None:
@@ -481,7 +483,7 @@ def test_labels_of_a_timeline_are_clear_of_each_other(
     assert named == ({"computation"} if len(rows) == 1 else kinds)
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("instances", [1, 3])
 def test_labels_of_a_schedule_are_clear_of_each_other(
@@ -504,7 +506,7 @@ def test_labels_of_a_pipeline_are_clear_of_each_other(
     assert boxes == sum(map(len, schedule.ranks))
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["grid", "two_level", "put", "fused_kernel", "channels", "memory", "timeline"])
 def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str) -> None:
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"), run_name="figures")
@@ -598,7 +600,8 @@ def test_a_folder_is_drawn_again_with_its_runs(tmp_path: Path) -> None:
         redraw(tmp_path / "empty")
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("blocks", "steps"), [(1, 1), (3, 40), (12, 250)])
 def test_loads_of_experts_are_drawn_for_each_block_and_drops_and_biases_where_there_are_any(
     tmp_path: Path, drawn: list[Figure], blocks: int, steps: int

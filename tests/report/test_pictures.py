@@ -52,7 +52,7 @@ def test_a_bench_writes_its_numbers_and_no_picture(tmp_path: Path, capsys: pytes
     assert HINT in capsys.readouterr().err
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("without_matplotlib")
 @pytest.mark.parametrize("command", [["collective", "show", "ring-all-reduce", "--ranks", "2"]])
 def test_a_command_that_only_draws_is_refused(

@@ -121,6 +121,7 @@ def test_a_running_mean_keeps_lines_straight_and_both_ends() -> None:
     assert np.abs(running_mean(noise)[20:-20]).max() < 0.1
 
 
+@pytest.mark.long
 def test_a_mixture_of_experts_has_its_load_in_the_summary_and_a_picture(tmp_path: Path) -> None:
     out = write_run(tmp_path / "run", [5.0, 4.0])
     config = (out / "config.toml").read_text()

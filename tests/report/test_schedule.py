@@ -12,6 +12,7 @@ def texts(file):
     return file.read_text()
 
 
+@pytest.mark.long
 def test_every_thread_block_is_a_named_row_and_every_kind_of_step_is_explained(tmp_path):
     file = tmp_path / "ring.svg"
     plot_schedule(ring_all_reduce.compile(ranks=3), file)

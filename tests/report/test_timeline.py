@@ -325,6 +325,7 @@ def report_of(out: Path, *, trace: dict[str, Any] | None, predicted: dict[str, A
     return (out / "summary.md").read_text()
 
 
+@pytest.mark.long
 def test_a_summary_compares_measured_with_predicted(tmp_path: Path) -> None:
     text = report_of(tmp_path / "run", trace=sample(), predicted=PREDICTED)
     for line in (
@@ -343,6 +344,7 @@ def test_a_summary_compares_measured_with_predicted(tmp_path: Path) -> None:
     assert png_size(tmp_path / "run" / "timeline.png")[0] >= 1500
 
 
+@pytest.mark.long
 def test_a_summary_has_the_exposed_copies_of_each_direction_that_has_any(tmp_path: Path) -> None:
     copy = event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 90, 105, stream=21)
     text = report_of(tmp_path / "run", trace=gpu_trace(product(0, 95), copy, steps=((0, 110),)), predicted=None)
@@ -350,6 +352,7 @@ def test_a_summary_has_the_exposed_copies_of_each_direction_that_has_any(tmp_pat
     assert "host to device" not in text
 
 
+@pytest.mark.long
 def test_a_summary_has_what_was_measured_without_a_prediction_and_what_was_predicted_without_a_trace(
     tmp_path: Path,
 ) -> None:
@@ -362,6 +365,7 @@ def test_a_summary_has_what_was_measured_without_a_prediction_and_what_was_predi
     assert "traced" not in predicted
 
 
+@pytest.mark.long
 def test_a_run_that_was_not_traced_has_nothing_of_a_trace_in_its_folder(tmp_path: Path) -> None:
     report_of(tmp_path / "run", trace=sample(), predicted=None)
     text = report_of(tmp_path / "run", trace=None, predicted=None)

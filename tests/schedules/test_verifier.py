@@ -92,6 +92,7 @@ def is_verified(schedule, **limits):
     return True
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(numbers(), st.integers(0, 2**32).map(random.Random), st.sampled_from(["delete", "duplicate", "swap", "move"]))
 def test_a_changed_schedule_is_refused_exactly_if_it_cannot_run(arguments, rng, change):

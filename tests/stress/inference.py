@@ -10,6 +10,7 @@ from tests.ops.decoding.sequences import Batch, make_batch
 from torch import Tensor
 
 from stretto import ops
+from stretto.ops.decoding.paged_kernels import PagedCall, attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.invariant.grouped import multiply_groups
 from stretto.ops.rotary import rotate_halves
@@ -174,6 +175,49 @@ class RotationCase(StressCase):
             each.fill_(torch.nan)
 
 
+class NewTokensCase(StressCase):
+    """A decoding step's attention in one launch: every call has the bits of the first, and the rows of two launches."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        heads, kv_heads, size = (32, 8, 128) if team.is_cuda else (2, 1, 20)
+        lengths = [700, 1, 64, 300, 2048, 17, 513, 256, 255] if team.is_cuda else [70, 9]
+        self._arrivals = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device=team.device)
+        self._calls: list[tuple[Any, ...]] = []
+        self._places: list[Tensor] = []
+        self._expected: list[Tensor] = []
+        for entry in range(ENTRIES):
+            batch = Batch([1] * len(lengths), lengths[entry:] + lengths[:entry], heads, kv_heads, size)
+            (q, *caches, table, seen), _ = make_batch(batch, torch.bfloat16, str(team.device), seed=entry)
+            given = [
+                (team.integers((len(lengths), *shape), name, entry, low=-16, high=16) / 16).bfloat16()
+                for name, *shape in (("key", kv_heads, size), ("value", kv_heads, size), ("cos", size), ("sin", size))
+            ]
+            last = seen.long() - 1
+            page = caches[0].shape[1]
+            places = table.gather(1, (last // page)[:, None])[:, 0].long() * page + last % page
+            with torch.no_grad():
+                turned = rotate_and_store(q, *given, *caches, places)
+                right = ops.paged_attention(turned, *caches, table, seen, implementation="kernel")
+            call = PagedCall(q, *caches, table, seen, None, size**-0.5, 0, is_invariant=False)
+            self._calls.append((call, *given, self._arrivals))
+            self._places.append(places)
+            self._expected.append(attend_new_tokens(*self._calls[-1]))
+            if (self._expected[-1].float() - right.float()).abs().max() > 2**-5:
+                raise AssertionError(f"attention of {batch} is wrong")
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
+        return [Check(attend_new_tokens(*self._calls[entry]), self._expected[entry])]
+
+    def poison(self) -> None:
+        """Fill the new tokens' places with poison."""
+        for (call, *_), places in zip(self._calls, self._places, strict=True):
+            for cache in (call.keys, call.values):
+                cache.flatten(0, 1)[places] = torch.nan
+
+
 class ExpertsCase(StressCase):
     """Experts' invariant products of whole numbers, whose sums are exact."""
 
@@ -238,5 +282,8 @@ def list_configurations() -> list[Configuration]:
         )
         for leaves in (1, 8)
     ]  # fmt: skip
+    paged.append(
+        Configuration("inference/new-tokens", "inference", _PAGED[:1], "a decoding step's attention", NewTokensCase)
+    )
     paged.append(Configuration("inference/rotation", "inference", (_ROTATION,), "rotation and cache", RotationCase))
     return [*sums, *paged, Configuration("inference/norm", "inference", (_NORM,), "an exact norm", NormCase)]

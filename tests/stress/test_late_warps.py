@@ -37,7 +37,7 @@ def test_amd_kernels_are_left_as_they_are(change_stages):
     assert "sleep 50000" not in compile_kernel(signals.wait_for_channel, (make_channel(), 1, 2), {}, "gfx942")["amdgcn"]
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["fused", "interpreted", "copied"])
 def test_the_threads_of_a_collectives_kernel_sleep_where_it_begins(name):
     pytest.importorskip("cuda.core")

@@ -182,6 +182,7 @@ def test_a_configurations_first_batches_have_every_mode_beginning_with_any():
     assert {modes[0] for modes in chosen} == set(worker.MODES)
 
 
+@pytest.mark.long
 def test_wrong_results_are_counted_and_the_others_go_on():
     report, printed = run_fakes("fake/[rw]*")
     accounts = report.accounts
@@ -194,7 +195,7 @@ def test_wrong_results_are_counted_and_the_others_go_on():
     assert any(line.startswith("FOUND fake/wrong") for line in printed)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_ranks_that_raise_or_hang_are_counted_and_replaced(tmp_path):
     file = tmp_path / "results.json"
     report, _ = run_fakes("fake/*", limit=8.0, resume=file)

@@ -91,9 +91,13 @@ def main() -> None:
     call = begin, lambda: launch(1), lambda: host.rank_wait(channel, 2, 1), lambda: host.rank_wait(channel, 2, 1)
     assert limits_of(*call) == [LIMIT, FIRST, FIRST, FIRST]
     assert limits_of(*call) == [LIMIT] * 4
+    # The end of a call by `enter` sets the limit back, so that the next one need not.
     channel.enter("b", "broadcast")
     assert limits_of(lambda: launch(2), lambda: launch(1)) == [FIRST] * 2
+    writes = channel._state._version
     channel.enter("b", "broadcast")
+    assert channel._state._version == writes
+    channel._state[CLOCK.value + 2 : CLOCK.value + 4] = channel._state[CLOCK.value + 4 : CLOCK.value + 6]
     assert limits_of(lambda: launch(2), lambda: launch(1)) == [LIMIT] * 2
     # One that waits for nobody: a peer may compile it before the call.
     launch_kernel(store, 1, word, 3, num_warps=1)

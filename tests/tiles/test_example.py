@@ -38,7 +38,7 @@ def multiply_gathered(shapes, dtype, calls):
     return worst
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_it_multiplies_what_it_gathers(interpret, ranks, dtype):

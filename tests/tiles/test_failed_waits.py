@@ -79,7 +79,8 @@ def lose(what, loser):
     return first, None
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -138,6 +139,7 @@ def give_up_beside_another_program():
     return str(error.value)
 
 
+@pytest.mark.long
 def test_programs_of_a_channel_that_give_up_together_do_not_take_each_other_for_another_group(interpret):
     for rank, text in enumerate(interpret(2, give_up_beside_another_program)):
         assert text.startswith(f"rank {rank} of 2: first, call 1: waited in vain for rank {1 - rank}, tile ")
@@ -160,7 +162,7 @@ def test_polls_of_a_call_that_begins_after_a_failure_give_up_on_a_tile_that_ther
     assert interpret(2, begin_after_another_failure) == [1, 1]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_the_call_after_a_kernel_was_loaded_has_time_for_a_peer_that_compiles_it(tmp_path: Path) -> None:
     """With an empty cache on disk, and with a warm one, as the rank has that waits."""

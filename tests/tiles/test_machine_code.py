@@ -155,6 +155,7 @@ def test_the_clock_and_the_limit_are_read_only_in_long_waits():
     assert find(lines, r"%globaltimer") > first_look
 
 
+@pytest.mark.long
 def test_a_kernels_key_in_tritons_cache_does_not_depend_on_what_was_compiled_before():
     keys = set()
     gc.unfreeze()  # kernels that were there when the tests began are listed, too (tests.conftest)

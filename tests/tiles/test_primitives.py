@@ -38,7 +38,8 @@ def gather_in_all_ways(rows):
     return wrong
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("rows", [16, 37])
 def test_every_static_mapping_gathers_by_push_and_by_pull(interpret, ranks, rows):
@@ -50,7 +51,7 @@ def scatter_some(rows):
         return [scatter(channel, r, call) for call, r in enumerate(rows)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_tiles_sent_to_their_owners_are_added_in_rank_order_as_they_come(interpret, ranks):
     assert interpret(ranks, scatter_some, [16, 21, 5]) == [[True, True, True]] * ranks
 
@@ -102,7 +103,8 @@ def route(mode, calls):
     return wrong
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("mode", ["p2p", "broadcast"])
 def test_tables_that_are_filled_at_run_time_send_tiles_anywhere(interpret, ranks, mode):
@@ -114,6 +116,7 @@ def use_peers(calls):
         return [(sum_around(channel, 2 * call), exchange(channel, 2 * call + 1)) for call in range(calls)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_peers_signal_each_other_one_by_one_and_all_at_once(interpret, ranks):
     assert interpret(ranks, use_peers, 3) == [[(True, True)] * 3] * ranks
@@ -235,6 +238,7 @@ def use_groups_at_once(calls):
     return wrong
 
 
+@pytest.mark.long
 def test_two_groups_have_calls_under_way_at_once(interpret):
     assert interpret(4, use_groups_at_once, 3) == [[]] * 4
 

@@ -35,7 +35,8 @@ def gather(proxy, sizes):
     return wrong
 
 
-@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.exhaustive)])
 def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret, proxy):
     assert interpret(3, gather, proxy, [1, 300, 64, 129]) == [[]] * 3
 
@@ -57,6 +58,7 @@ def lose_a_rank():
     return message
 
 
+@pytest.mark.long
 def test_a_wait_for_a_slice_that_never_comes_names_rank_node_interface_and_operator(interpret):
     _, message = interpret(2, lose_a_rank)
     assert message.startswith(

@@ -53,6 +53,7 @@ def mix_calls(calls, start):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("calls", "start"),
     [
@@ -98,7 +99,7 @@ def take_turns(slots):
     return wrong
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slots", [[0, 1] * 6, [0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0]])
 def test_slots_are_written_over_only_when_all_have_read_them(interpret, slots):
     assert interpret(3, take_turns, slots) == [[]] * 3

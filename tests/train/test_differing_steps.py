@@ -28,11 +28,12 @@ STORED: list[Case] = [
 GRIDS = ({"data": 2}, {"z": 2}, {"data": 2, "z": 2})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "part"),
     [
         (GRIDS[0], slice(1)),
-        pytest.param(GRIDS[1], slice(1, None, 2), marks=pytest.mark.long),
+        pytest.param(GRIDS[1], slice(1, None, 2), marks=pytest.mark.exhaustive),
         *(pytest.param(sizes, slice(None), marks=pytest.mark.exhaustive) for sizes in GRIDS),
     ],
     ids=str,

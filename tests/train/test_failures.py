@@ -108,6 +108,7 @@ def test_no_rank_writes_a_checkpoint_after_a_failed_wait_of_one_of_them(ranks, t
     assert names(out / "checkpoints") == ["step-00000001"]  # of the step before
 
 
+@pytest.mark.long
 def test_a_run_in_which_a_wait_fails_ends_with_its_name_and_the_weights_of_an_earlier_step(ranks, tmp_path):
     out = tmp_path / "run"
     (message,) = ranks(1).run(failure_runs.train_until_failure, out, 4)

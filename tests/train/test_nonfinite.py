@@ -70,7 +70,8 @@ def train_with_bad_step(config: TrainConfig, fault: str, rank: int | None = None
 OPTIONS = ["train.on_nonfinite=skip", "train.steps=5", "train.checkpoint_every=1", "train.keep_checkpoints=9"]
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "rank", "options"),
     [
@@ -130,7 +131,8 @@ def train_from_later_batches(config: TrainConfig) -> None:
         train(config, display="none")
 
 
-@pytest.mark.parametrize("mode", ["stop", pytest.param("skip", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["stop", pytest.param("skip", marks=pytest.mark.exhaustive)])
 def test_the_batch_is_saved_as_every_rank_had_it(ranks: MakeRanks, tmp_path: Path, mode: str) -> None:
     config = runs.configure(tmp_path / "run", *OPTIONS, "grid.x=2", "grid.z=2", f"train.on_nonfinite={mode}")
     folder = config.out / "nonfinite" / "step-00000003"
@@ -186,6 +188,7 @@ def test_an_overflow_of_fp16_is_no_fault_of_the_batch() -> None:
         record(False, [1.0, math.nan], [1.0, 1.0], skips_overflows=True)
 
 
+@pytest.mark.long
 def test_a_report_can_be_written_of_skipped_steps(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(tmp_path / "run", *OPTIONS)
     ranks(1).run(train_with_bad_step, config, "loss", timeout=60)

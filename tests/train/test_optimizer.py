@@ -137,7 +137,8 @@ def errors_of_changed_models(sizes: dict[str, int], has_roles: bool) -> None:
         step(model, update)
 
 
-@pytest.mark.parametrize("sizes", [{"z": 2}, pytest.param({"data": 2}, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [{"z": 2}, pytest.param({"data": 2}, marks=pytest.mark.exhaustive)], ids=str)
 def test_optimizers_name_parameters_that_they_cannot_update(ranks, sizes):
     ranks(2).run(errors_of_changed_models, sizes, True)
     ranks(2).run(errors_of_changed_models, sizes, False)

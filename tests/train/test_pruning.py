@@ -51,11 +51,12 @@ def check_cases(ranks: Any, sizes: dict[str, int], names: list[str]) -> None:
             assert result["pruned"]["numbers"] < 0.7 * result["dense"]["numbers"]  # with gaps, to multiples of 64
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "names"),
     [
         ({"z": 2}, ["odd masks", "clipped"]),
-        pytest.param({"data": 2}, ["host, split", "tiles"], marks=pytest.mark.long),
+        pytest.param({"data": 2}, ["host, split", "tiles"], marks=pytest.mark.exhaustive),
         pytest.param({"x": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
         pytest.param({"y": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
         pytest.param({"z": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
@@ -72,6 +73,7 @@ def test_pruned_training_is_dense_training_under_the_mask_on_8_ranks(ranks: Any,
     check_cases(ranks, grid, ["fp32", *NEAR])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -135,6 +137,7 @@ OPTIONS = ["train.optimizer_state=device", "train.schedule=constant", "train.dty
 PRUNED = [*OPTIONS, "train.sparsity=0.75"]
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_resumes_with_its_masks_on_another_grid_and_elsewhere(ranks: Any, tmp_path: Path) -> None:
     """Two steps on z=2, two in a pipeline with state on the host, against four on one rank; averages, too."""
     common = [*PRUNED, "train.ema=0.5", "train.evaluate_every=2", "data.evaluation_sequences=4"]
@@ -155,7 +158,7 @@ def test_a_killed_run_resumes_with_its_masks_on_another_grid_and_elsewhere(ranks
                 assert all(not whole[key][mask == 0].any() for key in keys if whole[key].shape == mask.shape)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_dense_and_pruned_runs_resume_each_other(ranks: Any, tmp_path: Path) -> None:
     """Pruned after two steps, of the same run or of a dense one that ended there; and dense again after it."""
     late = [*PRUNED, "train.prune_at=2"]
@@ -201,6 +204,7 @@ def give_other_masks(kind: str) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_masks_that_fit_no_replica_or_no_parameter_are_refused_on_all_ranks(ranks: Any) -> None:
     messages = {
         "differing": "the masks of blocks.0.mlp.up.weight differ between ranks that hold the same shard",

@@ -120,7 +120,8 @@ LONG = ["train.steps=45", "train.schedule=constant", "train.lr=1e-3", "train.bat
 NORM, WEIGHT = "blocks.0.mlp_norm.weight", "blocks.1.mlp.up.weight"
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("options", "step", "every", "name", "culprits", "replicas"),
     [
@@ -194,7 +195,7 @@ def test_the_ranks_are_judged_by_majority_where_gradients_are_summed(
     assert names is None or named == names
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_neighbours_along_x_whose_gradients_have_changed_meanwhile_are_not_suspected(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -211,7 +212,10 @@ def test_neighbours_along_x_whose_gradients_have_changed_meanwhile_are_not_suspe
     "options",
     [
         ["grid.data=2", "grid.x=2", "train.verify_steps=1", "train.shard_sequence=true"],
-        ["grid.x=2", "grid.y=2", "train.verify_steps=1", "train.dtype=bf16", "model.dropout=0.1"],
+        pytest.param(
+            ["grid.x=2", "grid.y=2", "train.verify_steps=1", "train.dtype=bf16", "model.dropout=0.1"],
+            marks=pytest.mark.exhaustive,
+        ),
         pytest.param(["grid.x=2", "grid.z=2", "grid.data=2", "train.verify_steps=1"], marks=pytest.mark.exhaustive),
         pytest.param(
             ["grid.data=2", "grid.z=2", "grid.expert=2", "model.num_experts=4", "train.verify_steps=1"],
@@ -231,6 +235,7 @@ def test_a_sound_run_is_never_suspected_and_checks_change_no_loss(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_verified_before_it_is_written(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(
         tmp_path / "run", "grid.data=2", "train.steps=4", "train.checkpoint_every=2", "train.verify_steps=1000"
@@ -240,6 +245,7 @@ def test_a_checkpoint_is_verified_before_it_is_written(ranks: MakeRanks, tmp_pat
     assert find_checkpoint(config.out, "latest") == checkpoint_path(config.out, 2)
 
 
+@pytest.mark.long
 def test_weights_that_make_the_loss_infinite_are_named_and_not_the_loss(ranks: MakeRanks, tmp_path: Path) -> None:
     """The flipped bit is the exponent's highest: the next step's loss is not finite, before the check is due."""
     config = runs.configure(tmp_path / "run", "grid.data=4", "train.steps=4", "train.verify_steps=1000")

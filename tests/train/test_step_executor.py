@@ -55,6 +55,7 @@ def test_micro_batches_add_up_to_the_whole_batch_and_send_gradients_once(ranks):
         assert 0 <= cut[3] - whole[3] <= 3 * 8
 
 
+@pytest.mark.long
 def test_weights_are_gathered_once_where_they_are_to_be(ranks):
     runs = [ranks(2).run(run_step, 4, size, "z", once) for size, once in ((None, False), (1, False), (1, True))]
     for whole, each_time, once in zip(*runs, strict=True):

@@ -161,7 +161,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     check_bits(tmp_path, grid, list(runs))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_fp32_weights_train_as_without_separate_state(ranks: Any, tmp_path: Path) -> None:
     """In fp32 nothing is rounded, so that state apart must give what the default gives; clipped, over four ranks."""
     common = ["train.dtype=fp32", "train.clip=0.5"]
@@ -187,12 +187,13 @@ MODES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("grid", "first", "second"),
     [
         ({"z": 2}, "host", "device"),
         *(
-            pytest.param({"x": 2, "z": 2}, *modes, marks=pytest.mark.sampled(1, quick=0))
+            pytest.param({"x": 2, "z": 2}, *modes, marks=pytest.mark.exhaustive)
             for modes in (("fp32", "host"), ("host", "device"), ("device", "fp32"))
         ),
     ],
@@ -226,7 +227,7 @@ def test_split_weights_resume_in_bits(ranks: Any, tmp_path: Path) -> None:
     assert not differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_fp16_skips_overflows_on_all_ranks_and_halves_the_scale(ranks: Any, tmp_path: Path) -> None:
     """2^24 overflows fp16 gradients: such steps change nothing, and their norm is unknown; then training goes on."""
     options = ["train.dtype=fp16", *apart("host", state_bucket=512), "train.loss_scale=16777216", "train.steps=12"]
@@ -310,7 +311,7 @@ KILLED = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mode", [pytest.param(mode, marks=[] if mode == "split" else [pytest.mark.exhaustive]) for mode in KILLED]
 )
@@ -418,7 +419,9 @@ def steps_of_large_gradients(gradients: GradientReduction) -> list[tuple[float, 
     return found
 
 
-@pytest.mark.parametrize(("gradients", "overflows"), [pytest.param("mean", 0, marks=pytest.mark.long), ("sum", 3)])
+@pytest.mark.parametrize(
+    ("gradients", "overflows"), [pytest.param("mean", 0, marks=pytest.mark.exhaustive), ("sum", 3)]
+)
 def test_sums_over_eight_ranks_in_fp16_overflow_on_all_of_them_or_on_none(
     ranks: Any, gradients: GradientReduction, overflows: int
 ) -> None:

@@ -96,6 +96,7 @@ def plain_losses(config: TrainConfig, weights: dict[str, torch.Tensor], start: i
     return losses
 
 
+@pytest.mark.long
 def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["train.optimizer=sgd", "train.dtype=fp64", "train.lr=0.1", "train.clip=0.5"]
     start = 2
@@ -115,12 +116,13 @@ def test_the_losses_are_those_of_plain_pytorch(ranks: MakeRanks, tmp_path: Path)
     assert expected[0] - expected[-1] > 0.05, "the model does not learn: the comparison says little"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
         on_grid(y=2),
         pytest.param([*on_grid(pipe=2), "train.micro_batch=4"], marks=pytest.mark.long),
-        pytest.param(on_grid(data=2, x=2, z=2), marks=pytest.mark.long),
+        pytest.param(on_grid(data=2, x=2, z=2), marks=pytest.mark.exhaustive),
     ],
     ids=["fewer ranks", "stages", "more ranks"],
 )
@@ -136,6 +138,7 @@ def test_a_run_resumes_on_another_grid_with_the_same_losses(
         assert ours["lr"] == theirs["lr"]
 
 
+@pytest.mark.exhaustive
 def test_muon_trains_and_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["train.optimizer=muon", "train.dtype=fp64", "train.lr=0.01"]
     whole = run(ranks, tmp_path / "whole", *options, *on_grid(x=2, z=2), "train.checkpoint_every=3")
@@ -149,7 +152,7 @@ def test_muon_trains_and_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Pat
         assert slots == ({"momentum_buffer"} if name.startswith("blocks") else {"exp_avg", "exp_avg_sq", "step"})
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(z=2), "model.dropout=0.2", "train.micro_batch=2", "train.checkpoint_every=2"]
     options.append("train.keep_checkpoints=3")
@@ -161,7 +164,7 @@ def test_a_run_resumes_on_the_same_grid_bit_by_bit(ranks: MakeRanks, tmp_path: P
     assert_same_state(checkpoint_path(tmp_path / "again", 5), checkpoint_path(tmp_path / "whole", 5))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["model.dropout=0.3", "train.steps=2", "train.dtype=fp64"]
     whole = run(ranks, tmp_path / "whole", *options)
@@ -171,7 +174,8 @@ def test_dropout_does_not_depend_on_which_rows_share_a_micro_batch(ranks: MakeRa
             assert [line[key] for line in parts] == pytest.approx([line[key] for line in whole], abs=1e-10), name
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "fp64"), ("fp64", "fp32")])
 def test_a_run_resumes_in_another_precision(ranks: MakeRanks, tmp_path: Path, before: str, after: str) -> None:
     first = run(ranks, tmp_path, f"train.dtype={before}", "train.steps=4", "train.checkpoint_every=2")
@@ -197,6 +201,7 @@ def test_accumulation_changes_neither_loss_nor_weights(ranks: MakeRanks, tmp_pat
         assert torch.linalg.norm(other_weights[name] - weight) <= 1e-10 * torch.linalg.norm(weight), name
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_each_step_once(ranks: MakeRanks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path, "train.steps=5", "train.checkpoint_every=2")
     with open(tmp_path / "metrics.jsonl", "a") as file:
@@ -206,6 +211,7 @@ def test_a_resumed_run_has_each_step_once(ranks: MakeRanks, tmp_path: Path) -> N
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
 
 
+@pytest.mark.long
 def test_a_run_that_starts_over_leaves_nothing_of_the_last_in_its_metrics(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path, "train.steps=3")
     assert [line["step"] for line in run(ranks, tmp_path, "train.steps=2")] == [1, 2]
@@ -230,7 +236,7 @@ def test_no_rank_waits_for_others_to_look_for_a_request_to_stop(ranks: MakeRanks
     assert ranks(2).run(runs.look_at_stop_requests, tmp_path, timeout=30) == [[False, False, True]] * 2
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_nonfinite_loss_ends_the_run_with_its_step_and_the_checkpoint_to_resume(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -246,6 +252,7 @@ def test_a_nonfinite_loss_ends_the_run_with_its_step_and_the_checkpoint_to_resum
     assert [line["step"] for line in resumed] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_weights_that_are_not_finite_are_never_saved(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(x=2), "train.optimizer=sgd", "train.warmup_steps=0", "train.steps=2"]
     run(ranks, tmp_path, *options, "train.steps=1")
@@ -266,11 +273,13 @@ def test_a_run_that_diverges_before_any_checkpoint_reports_it(ranks: MakeRanks, 
     assert find_checkpoint(tmp_path, "latest") == checkpoint_path(tmp_path, 1)
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_resumed_changes_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
     before = run(ranks, tmp_path, "train.steps=2")
     assert run(ranks, tmp_path, "train.steps=2", "train.resume=latest") == before
 
 
+@pytest.mark.long
 def test_a_process_without_a_group_leaves_none_behind(tmp_path: Path) -> None:
     for name in ("once", "again"):
         runs.train_quietly(runs.configure(tmp_path / name, "train.steps=1"))
@@ -278,6 +287,7 @@ def test_a_process_without_a_group_leaves_none_behind(tmp_path: Path) -> None:
     assert runs.metrics_of(tmp_path / "once")[0]["loss"] == runs.metrics_of(tmp_path / "again")[0]["loss"]
 
 
+@pytest.mark.long
 def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path / "often", "train.steps=5", "train.checkpoint_every=2", "train.keep_checkpoints=9")
     run(ranks, tmp_path / "end", "train.steps=2")
@@ -286,6 +296,7 @@ def test_checkpoints_are_written_as_often_as_asked_and_at_the_end(ranks: MakeRan
     assert steps(tmp_path / "end") == [2]
 
 
+@pytest.mark.long
 def test_a_checkpoint_records_what_wrote_it(ranks: MakeRanks, tmp_path: Path) -> None:
     run(ranks, tmp_path, "train.steps=1", *on_grid(z=2))
     metadata = read_metadata(checkpoint_path(tmp_path, 1))
@@ -330,7 +341,7 @@ def test_matrices_are_decayed_and_vectors_are_not(ranks: MakeRanks, sizes: dict[
         assert torch.allclose(after, before * factor, rtol=1e-6, atol=0), name
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_activation_checkpointing_changes_no_loss(ranks: MakeRanks, tmp_path: Path) -> None:
     options = [*on_grid(x=2), "model.dropout=0.1", "train.steps=3"]
     kept = run(ranks, tmp_path / "kept", *options)
@@ -339,6 +350,7 @@ def test_activation_checkpointing_changes_no_loss(ranks: MakeRanks, tmp_path: Pa
         assert [line["loss"] for line in recomputed] == [line["loss"] for line in kept]
 
 
+@pytest.mark.long
 def test_bf16_trains_on_fp32_weights(ranks: MakeRanks, tmp_path: Path) -> None:
     exact = run(ranks, tmp_path / "fp32", *on_grid(x=2), "train.steps=4")
     rounded = run(ranks, tmp_path / "bf16", *on_grid(x=2), "train.steps=4", "train.dtype=bf16")
@@ -396,6 +408,7 @@ def train_late(config: TrainConfig, late: float) -> None:
         train(config, display="none")
 
 
+@pytest.mark.long
 def test_a_rank_that_is_late_within_the_time_limit_breaks_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("localhost", 0))

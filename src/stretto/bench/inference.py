@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench inference`: time per token of a batch, and of prompts, by an engine and by its peers."""
+"""`stretto bench inference`: time per token of a batch, and of prompts, by an engine and by its peers.
+
+Peers, on one GPU: transformers' `generate` with a static cache, compiled; its continuous batching (`generate_batch`);
+gpt-fast's recipe (`stretto.bench.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
+
+--invariant: an engine with invariant=True runs in turn with the plain one. Predicted cost for Llama-3-8B's shape on one
+H200, before it was measured: decoding 1 and 8, 8% (products stream weights as fast; a launch a layer more for norms);
+decoding 64 with 1,024 tokens each, 12% (attention, a third of the time, takes 32% more); a prompt of 2048, 15% (tiles
+of 128 x 128 with waiting sums in place of 128 x 256).
+"""
 
 import time
 import warnings
@@ -13,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.bench.gpt_fast import PlainDecoder
 from stretto.bench.harness import FAILURES, Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.settings import InferenceSetting
 from stretto.cluster import Cluster
@@ -24,7 +34,11 @@ from stretto.planner.inference import PassSeconds, plan_inference
 COLUMNS = (
     Column("what", "what"),
     Column("stretto", "Stretto (ms)", "{:.3f}"),
+    Column("invariant", "invariant (ms)", "{:.3f}"),
+    Column("cost", "cost of invariance", "{:.0%}"),
     Column("generate", "generate, static cache, compiled (ms)", "{:.3f}"),
+    Column("batch", "generate_batch (ms)", "{:.3f}"),
+    Column("gpt-fast", "gpt-fast's recipe (ms)", "{:.3f}"),
     Column("limit", "bytes and FLOPs (ms)", "{:.3f}"),
     Column("of_limit", "of the limit", "{:.0%}"),
     Column("predicted", "plan --inference (ms)", "{:.3f}"),
@@ -44,15 +58,25 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     """The job of each rank; returns the rows."""
     grid = Grid(x=ranks, device=None if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
-    plain = _make(setting, grid.device) if ranks == 1 and "generate" not in setting.skip else None
-    model = parallelize(_make(setting, grid.device), grid)
-    longest = max(setting.context + setting.new_tokens, *setting.prompts)
-    most = max(setting.batches)
-    engine = Engine(model, most, (most + 1) * (longest + 16), chunk=max(2048, *setting.prompts))
+    peers = {"generate", "batch", "gpt-fast"}.difference(setting.skip) if ranks == 1 else set()
+    plain = _make(setting, grid.device) if peers else None
+    longest, most = max(setting.context + setting.new_tokens, *setting.prompts), max(setting.batches)
+    tokens = max(most * (setting.context + setting.new_tokens + 32), longest + 32)
+    engines = {
+        name: Engine(
+            parallelize(_make(setting, grid.device), grid, invariant=name == "invariant"),
+            most,
+            tokens,
+            chunk=max(2048, *setting.prompts),
+        )
+        for name in ("stretto", *(["invariant"] if setting.invariant else []))
+    }
 
     def record(what: str, predicted: PassSeconds | None, seconds: dict[str, Any], tokens: int) -> None:
         row = {"what": what, "tokens": tokens / seconds["stretto"]}
         row |= {name: value * 1e3 if name != "error" else value for name, value in seconds.items()}
+        if "invariant" in seconds:
+            row["cost"] = seconds["invariant"] / seconds["stretto"] - 1
         if predicted is not None:
             row |= {"limit": predicted.limit * 1e3, "predicted": predicted.total * 1e3}
             row["of_limit"] = predicted.limit / seconds["stretto"]
@@ -62,18 +86,25 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
             write_result(out, "inference", COLUMNS, rows, ranks=ranks, model=setting.model, layers=setting.layers)
 
     for batch in setting.batches:
-        runs: dict[str, Callable[[], float]] = {"stretto": partial(_decode, engine, setting, batch)}
+        runs: dict[str, Callable[[], float]] = {
+            name: partial(_decode, engine, setting, batch) for name, engine in engines.items()
+        }
         if plain is not None:
-            runs["generate"] = partial(_generate, plain, setting, batch)
+            others: dict[str, Callable[..., float]] = {
+                "generate": _generate, "batch": _generate_batch, "gpt-fast": _GptFast()
+            }  # fmt: skip
+            runs |= {name: partial(others[name], plain, setting, batch) for name in others if name in peers}
         predicted = _predict(setting, ranks, setting.prompts[0], batch)
         record(f"decode {batch}", None if predicted is None else predicted[1], _time(runs, setting.rounds), batch)
     for length in setting.prompts:
-        runs = {"stretto": partial(_prefill, engine, length)}
+        runs = {name: partial(_prefill, engine, length) for name, engine in engines.items()}
         if plain is not None:
-            runs["generate"] = partial(_prefill_by_generate, plain, length)
+            prefills = {"generate": _prefill_by_generate, "gpt-fast": _prefill_by_gpt_fast}
+            runs |= {name: partial(prefills[name], plain, length) for name in prefills if name in peers}
         predicted = _predict(setting, ranks, length, 1)
         record(f"prefill {length}", None if predicted is None else predicted[0], _time(runs, setting.rounds), length)
-    engine.close()
+    for engine in engines.values():
+        engine.close()
     return rows
 
 
@@ -157,6 +188,52 @@ def _prefill_by_generate(model: Any, length: int) -> float:
     ids = _ids(model, 1, length)
     begun = _now()
     _call_generate(model, ids, 1)
+    return _now() - begun
+
+
+def _generate_batch(model: Any, setting: InferenceSetting, batch: int) -> float:
+    """Seconds of a token of the batch by continuous batching: of the request that joined last."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    count, page = setting.new_tokens, 256
+    pages = batch * -(-(setting.context + count) // page) + 1
+    sizes = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=max(2048, batch))
+    how = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1)
+    prompts = _ids(model, batch, setting.context).tolist()
+    made = model.generate_batch(prompts, how, continuous_batching_config=sizes, record_timestamps=True)
+    times = max((each.timestamps for each in made.values()), key=lambda each: each[0])
+    if len(made) != batch or len(times) != count:
+        raise RuntimeError("generate_batch ended before it had made all tokens")
+    return float(times[-1] - times[0]) / (count - 1)
+
+
+class _GptFast:
+    """Seconds of a token of the batch by gpt-fast's recipe, which is compiled at the first call."""
+
+    def __init__(self) -> None:
+        self._decode: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @torch.no_grad()
+    def __call__(self, model: Any, setting: InferenceSetting, batch: int) -> float:
+        if self._decode is None:
+            decoder = PlainDecoder(model, batch, setting.context + setting.new_tokens)
+            self._decode = torch.compile(decoder, mode="reduce-overhead", fullgraph=True, dynamic=False)
+        ids = _ids(model, batch, 1)
+        positions = torch.full((1,), setting.context, device=ids.device)
+        begun = _now()
+        for _ in range(setting.new_tokens):
+            ids = self._decode(ids, positions).clone()
+            positions += 1
+        return (_now() - begun) / setting.new_tokens
+
+
+@torch.no_grad()
+def _prefill_by_gpt_fast(model: Any, length: int) -> float:
+    """Seconds from a prompt to its first token; gpt-fast does not compile it by default."""
+    decoder, ids = PlainDecoder(model, 1, length), _ids(model, 1, length)
+    positions = torch.arange(length, device=ids.device)
+    begun = _now()
+    decoder(ids, positions)
     return _now() - begun
 
 

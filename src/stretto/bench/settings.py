@@ -179,11 +179,14 @@ class InferenceSetting:
     context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
     prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
     new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
-    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate.")] = ()
+    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate, batch, gpt-fast.")] = ()
+    invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
+        False
+    )
     rounds: Rounds = 3
 
     def __post_init__(self) -> None:
         if self.model not in PUBLIC_MODELS:
             raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
-        require_known("peer", self.skip, ("generate",))
+        require_known("peer", self.skip, ("generate", "batch", "gpt-fast"))
         require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))

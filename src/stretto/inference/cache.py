@@ -7,6 +7,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stretto.ops import paged_attention
+from stretto.ops.decoding.paged_attention import find_obstacle
+from stretto.ops.decoding.paged_kernels import PagedCall, attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store, suits_kernel
 from stretto.ops.rotary import rotate_halves
 
@@ -35,9 +37,10 @@ class CacheShape(NamedTuple):
 
 @dataclass
 class CurrentStep:
-    """The step that is being computed, which all layers read."""
+    """The step that is being computed, which all layers read. arrivals: see `attend_new_tokens`; None: no kernels."""
 
     tokens: StepTokens | None = None
+    arrivals: Tensor | None = None
 
 
 class LayerCache:
@@ -63,6 +66,17 @@ class LayerCache:
         if tokens is None:
             raise ValueError("the engine's model was called outside of a step: call generate, or submit and step")
         angles, self._angles = self._angles, None
+        if angles is not None and tokens.starts is None and not self._is_invariant and self._step.arrivals is not None:
+            table, lengths, scale = (
+                tokens.block_table,
+                tokens.lengths,
+                query.shape[2] ** -0.5 if scale is None else scale,
+            )
+            call = PagedCall(
+                query, self.keys, self.values, table, lengths, None, scale, window or 0, is_invariant=False
+            )
+            if not find_obstacle(call):
+                return attend_new_tokens(call, key, value, *angles, self._step.arrivals)
         if angles is None:
             self.keys.flatten(0, 1).index_copy_(0, tokens.places, key)
             self.values.flatten(0, 1).index_copy_(0, tokens.places, value)

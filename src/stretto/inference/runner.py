@@ -150,6 +150,8 @@ class StepRunner:
 
     def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
         """Allocate the cache, and have the model attend to it."""
+        heads = max(shape.heads for shape in shapes)
+        self._step.arrivals = torch.zeros(self.slots * heads, dtype=torch.int32, device=self.device)
         given = pages, self.page, like, self._step
         self.layers = [LayerCache(shape, *given, is_invariant=self._is_invariant) for shape in shapes]
         attend_to_pages(self.model, self.layers)

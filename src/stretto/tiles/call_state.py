@@ -8,7 +8,8 @@
     ENDED .. PRODUCED           counts of this call's programs, set back to 0 when the call begins or ends
     LATE, RECORDED              failures: the tile that a poll gave up on; whether the failure record is written
     USED, USED + 1              for each of two buffer slots, the number of the last call that used it
-    CLOCK ... CLOCK + 3         two int64: the latest time that a program has seen, and the limit of a wait, both in ns
+    CLOCK ... CLOCK + 5         three int64, in ns: the latest time that a program has seen, the limit of a wait, and
+                                the group's limit, to which the end of a call by `enter` sets it back
     HEADER ...                  targets [world, capacity]: the value that each counter on this rank will have when all
                                 signals of the current call have arrived
     ... after the targets       sends [world, capacity]: the value that this rank's counters at each other rank will
@@ -41,6 +42,7 @@ HEADER = tl.constexpr(64)  # words before the targets
 # int64 words of CLOCK.
 _LATEST = tl.constexpr(0)
 _LIMIT = tl.constexpr(1)
+_GROUPS_LIMIT = tl.constexpr(2)
 
 
 def make_state(counters: int, device: torch.device) -> torch.Tensor:
@@ -57,12 +59,14 @@ class WaitLimit(CallLimit):
 
     def __init__(self, state: torch.Tensor, seconds: float) -> None:
         super().__init__(seconds)
-        self._word = state[CLOCK.value : HEADER.value].view(torch.int64)[_LIMIT.value]
-        self._set = 0.0  # what the word holds
+        self._words = state[CLOCK.value : HEADER.value].view(torch.int64)[_LIMIT.value : _GROUPS_LIMIT.value + 1]
+        self._is_restored = False
+        self._set = self._groups = 0.0  # what the words will hold when the next call begins
         self._write(seconds)
 
-    def begin_call(self) -> None:
-        """Set the limit of the call that begins now."""
+    def begin_call(self, *, is_restored: bool = False) -> None:
+        """Set the limit of the call that begins now. is_restored: the call's end sets it back to the group's."""
+        self._is_restored = is_restored
         limit = self.of_call()
         if limit != self._set:
             self._write(limit)
@@ -74,9 +78,11 @@ class WaitLimit(CallLimit):
             self._write(self.while_loading())
 
     def _write(self, seconds: float) -> None:
-        self._word.fill_(int(seconds * 1e9))
+        is_groups = seconds == self.seconds
+        self._words[: 2 if is_groups else 1].fill_(int(seconds * 1e9))
         if not is_capturing():  # a graph writes it when it is replayed
-            self._set = seconds
+            self._groups = seconds if is_groups else self._groups
+            self._set = self._groups if self._is_restored else seconds
 
 
 @triton.jit
@@ -89,6 +95,13 @@ def latest_time(channel):  # type: ignore[no-untyped-def]
 def load_limit(channel):  # type: ignore[no-untyped-def]
     """Return the limit of a wait: int64, in ns."""
     return tl.load((channel.state + CLOCK).to(tl.pointer_type(tl.int64)) + _LIMIT)
+
+
+@triton.jit
+def restore_limit(channel):  # type: ignore[no-untyped-def]
+    """Set the limit of a wait back to the group's, so that the host need not launch anything for it."""
+    clock = (channel.state + CLOCK).to(tl.pointer_type(tl.int64))
+    tl.store(clock + _LIMIT, tl.load(clock + _GROUPS_LIMIT))
 
 
 @triton.jit

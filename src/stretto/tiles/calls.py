@@ -21,6 +21,7 @@ from stretto.tiles.call_state import (
     call_number,
     may_publish,
     require_static,
+    restore_limit,
 )
 from stretto.tiles.signals import set_slot
 from stretto.tiles.waits import OF_BEGIN, await_slot
@@ -110,7 +111,8 @@ def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _end(channel):  # type: ignore[no-untyped-def]
-    """Reset the counts of programs and store the call's number as the last one."""
+    """Reset the counts of programs and the limit of waits, and store the call's number as the last one."""
     for word in tl.static_range(ENDED, PRODUCED + 1):
         tl.store(channel.state + word, 0)
     tl.store(channel.state + EPOCH, call_number(channel))
+    restore_limit(channel)

@@ -224,7 +224,7 @@ class BlockChannel:
         two slots when it writes to peers: see `call_slot`. PeerError if a wait has failed before.
         """
         self.check()
-        self.limit.begin_call()
+        self.limit.begin_call(is_restored=True)
         self._current = None  # the kernel's end advances its targets, so the host cannot notify for it
         return self.describe(operator, mode, begun_in_kernel=True)
 

@@ -61,6 +61,14 @@ def launch_kernel(
         _launch.on_load = None
 
 
+@lru_cache
+def count_shared_bytes(device: Any) -> int:
+    """The shared memory that a block may have on a torch.device; without end where kernels are interpreted."""
+    if device.type == "cpu":
+        return 1 << 40
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+
+
 class Launches:
     """Launches kernels on one device and remembers the compiled kernel of each key.
 

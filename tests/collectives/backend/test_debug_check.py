@@ -95,6 +95,7 @@ def stay_away():
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_rank_that_calls_nothing_is_named_within_the_limit(ranks):
     ranks(2).run(stay_away)
 

@@ -128,6 +128,7 @@ def stay_away():
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_missing_rank_is_named_within_the_limit(ranks):
     ranks(2).run(stay_away)
 
@@ -146,6 +147,7 @@ def give_up_in_a_row():
             assert str(raised.value).count("gave up") == (rank > 0)
 
 
+@pytest.mark.long
 def test_a_reason_to_give_up_is_reported_once(ranks):
     ranks(4).run(give_up_in_a_row)
 
@@ -173,6 +175,7 @@ def run_beside_a_rank_that_is_killed(rank, folder):
     os._exit(0)
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_a_call_is_named_by_all_others(ranks, tmp_path):
     ranks(1).run(int)  # the pool is up, and so is the server that processes are forked from
     context = multiprocessing.get_context("forkserver")

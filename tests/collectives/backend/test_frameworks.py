@@ -54,6 +54,7 @@ def train(script, backend, store):
     return losses, dict(call_counts()) if backend == "stretto" else {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "script", [pytest.param(script, marks=pytest.mark.long if script == "dtensor" else ()) for script in CALLS]
 )
@@ -157,6 +158,6 @@ def call_compiled(compiler):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiled_code_reaches_the_schedules(ranks, compiler):
     ranks(2).run(call_compiled, compiler, timeout=120)

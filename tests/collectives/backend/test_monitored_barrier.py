@@ -28,6 +28,7 @@ def miss_a_rank(late, wait_all_ranks):
     return str(raised.value).removeprefix(f"[Rank {rank}]: ")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("late", "wait_all_ranks", "named"),
     [([0, 1], False, "Rank 0"), ([0, 2], True, "Ranks 0, 2"), ([1, 2], False, "Rank 1")],

@@ -70,6 +70,7 @@ def wait_until(condition) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_one_process_compiles_while_the_others_say_that_they_wait(tmp_path):
     compiler = Compiler(tmp_path)
     first = compiler.start()
@@ -90,6 +91,7 @@ def test_one_process_compiles_while_the_others_say_that_they_wait(tmp_path):
     assert len(compiler.runs()) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
 def test_what_is_killed_leaves_nothing_that_the_next_process_minds(tmp_path):
     compiler = Compiler(tmp_path)

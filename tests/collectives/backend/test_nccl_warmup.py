@@ -142,6 +142,7 @@ def send_too_early():
         send_within_a_subset(None, False)
 
 
+@pytest.mark.long
 def test_messages_that_nccl_would_wait_for_raise_within_the_limit(ranks):
     ranks(2).run(send_too_early)
 

@@ -58,7 +58,7 @@ def compare_all(in_place):
     assert {ran for _, ran in ran_as} == {"schedule ring-all-gather", "schedule binomial-broadcast"}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("count", "in_place"), [(2, None), (3, True), (3, False)])
 def test_schedules_give_gloos_results_for_every_operation(ranks, count, in_place):
     ranks(count).run(compare_all, in_place)

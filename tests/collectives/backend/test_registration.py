@@ -33,7 +33,8 @@ def test_importing_stretto_imports_no_torch_and_builds_nothing():
     assert run_python(code).stdout.split() == ["False", "False"]
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("imports", "environment"),
     [

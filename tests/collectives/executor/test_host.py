@@ -99,7 +99,8 @@ def compare_with_torch(names, runs, members, seed):
     return wrong
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("count", "members", "runs"), [(2, None, 40), (3, None, 40), (5, (4, 0, 2), 20), (4, None, 40)]
 )
@@ -166,6 +167,7 @@ def refuse():
             run_on_host(outside, given, torch.zeros(4), group)
 
 
+@pytest.mark.long
 def test_ranks_that_stop_disagree_or_pass_invalid_arguments_raise(ranks):
     ranks(2).run(stop_and_go_on)
     ranks(2).run(refuse)
@@ -212,6 +214,7 @@ def test_a_rank_that_is_killed_stops_its_peers_by_name_and_leaves_nothing(ranks,
     assert any("the process of rank 1 has ended" in text for text in texts), texts
 
 
+@pytest.mark.long
 def test_processes_of_their_own_run_a_schedule(ranks):
     ranks(1).run(int)  # as above
     before = multiprocessing.active_children()

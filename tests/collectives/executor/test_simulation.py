@@ -115,7 +115,8 @@ def expect_what_is_there(memory, rank, index):
     return ((rank, index),) if (rank, "out", index) in memory else None
 
 
-@pytest.mark.parametrize("trials", [40, pytest.param(150, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("trials", [40, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_random_programs_leave_the_expected_values_in_any_order(trials):
     for trial in range(trials):
         seed = SEED + trial

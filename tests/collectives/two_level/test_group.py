@@ -82,18 +82,20 @@ def check_reductions(shape: tuple[int, int], part_bytes: int, sizes: list[int], 
     return checked
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_all_gather_is_in_rank_order_for_every_dtype_and_size(ranks, shape):
     assert min(ranks(shape[0] * shape[1]).run(check_all_gathers, shape, 2**20, SIZES)) > 0
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
 def test_reductions_are_those_of_torch_distributed_for_every_dtype_and_size(ranks, shape):
     assert min(ranks(shape[0] * shape[1]).run(check_reductions, shape, 2**20, SIZES)) > 0
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(3, 2), (1, 3)], ids=["3x2", "1x3"])
 def test_messages_in_many_parts_change_nothing(ranks, shape):
@@ -225,7 +227,7 @@ def reduce_random_floats(dtype: torch.dtype, shape: tuple[int, int], runs: int) 
     return found
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(3, 2), (2, 3)], ids=["3x2", "2x3"])
 def test_all_ranks_and_all_runs_have_the_same_bits(ranks, shape, dtype):
@@ -427,7 +429,7 @@ def miss_a_peer(collective: str, algorithm: str) -> tuple[str, str]:
     return str(missed.value), str(again.value)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "recursive")
     where = "rank 3 of 6 (node 1, place 1), all_gather (recursive), phase between nodes, step 1 of 2"
@@ -437,14 +439,14 @@ def test_a_missing_peer_is_named_with_phase_and_step(ranks):
     assert all("this two-level group is of no more use: rank" in again for _, again in found[:5])
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_reduction_names_the_rank_that_is_missing_inside_a_node(ranks):
     found = ranks(6).run(miss_a_peer, "all_reduce", "ring")
     assert "rank 4 of 6 (node 2, place 0), all_reduce (ring), phase inside the node" in found[4][0]
     assert "with rank 5" in found[4][0]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_limit_holds_on_the_groups_own_connections_too(ranks):
     found = ranks(6).run(miss_a_peer, "all_gather", "flat")  # the pool's group has a limit of half an hour
     assert "the library's collective, step 1 of 1, with rank 0, 2, 3, 4, 5: not done within 5 s" in found[1][0]
@@ -468,6 +470,7 @@ def lose_a_connection() -> str:
     return str(lost.value)
 
 
+@pytest.mark.long
 def test_a_lost_peer_is_an_error_immediately_and_within_the_limit_for_ranks_that_wait_for_others(ranks):
     direct, indirect, _ = ranks(3).run(lose_a_connection)
     where = "rank 0 of 3 (node 0, place 0), all_reduce (ring), phase between nodes, step 1 of 2, "

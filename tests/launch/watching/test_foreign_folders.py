@@ -80,6 +80,7 @@ def test_the_watcher_imports_nothing_from_the_working_directory(
     assert watcher.returncode == 0
 
 
+@pytest.mark.long
 def test_a_signal_to_all_processes_does_not_end_the_watcher_before_its_ranks(tmp_path: Path) -> None:
     """Slurm and systemd send SIGTERM to all; the watcher removes the folder when the ranks have ended."""
     rank = subprocess.Popen(

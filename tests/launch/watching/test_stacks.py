@@ -192,6 +192,7 @@ def test_a_process_without_our_handler_gets_no_signal(no_py_spy: None) -> None:
         process.kill()
 
 
+@pytest.mark.long
 def test_a_stopped_process_stays_as_it_is_where_py_spy_is_refused(start: Start, no_py_spy: None) -> None:
     process = start("spin")
     process.send_signal(signal.SIGSTOP)

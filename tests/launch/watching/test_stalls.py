@@ -70,7 +70,7 @@ def test_in_a_pipeline_the_stuck_rank_is_named_and_not_one_that_waits_for_its_me
     assert "ranks 0, 2 and 3 wait for it" in failure.reason or "ranks 0-2" in failure.reason
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("is_async", ["true", pytest.param("false", marks=pytest.mark.exhaustive)])
 def test_a_thread_that_writes_and_hangs_is_named_with_its_line(tmp_path, monkeypatch, caplog, is_async):
     failure = fail(tmp_path / "out", monkeypatch, "loop write 1", f"train.async_save={is_async}")
@@ -170,7 +170,7 @@ def test_ranks_that_torchrun_started_end_and_torchrun_names_the_culprit(tmp_path
     assert {file.name for file in folder.iterdir()} >= {"report.txt", "rank-0-stack.txt", "rank-1-stack.txt"}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_second_training_of_the_same_processes_is_watched_with_its_own_limit(tmp_path, monkeypatch):
     monkeypatch.setenv(fault_runs.FAULT, "loop data 1")
     files = []
@@ -186,7 +186,7 @@ def test_a_second_training_of_the_same_processes_is_watched_with_its_own_limit(t
     assert (report_folder(tmp_path / "second") / "report.txt").exists()
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_of_torchruns_nodes_the_one_with_the_stuck_rank_is_named_on_both(tmp_path, monkeypatch):
     """Each node has a watcher, and they exchange what they see through the job's store."""
     monkeypatch.setenv(fault_runs.FAULT, "loop data 1")

@@ -3,6 +3,8 @@
 
 import random
 
+import pytest
+
 from stretto.launch.watching.ranks import RankState
 from stretto.launch.watching.watcher import WATCHERS, NodeExchange
 
@@ -30,6 +32,7 @@ def state_of(rank: int) -> RankState:
     return RankState(rank=rank, host=f"node{rank}", pid=rank + 1, phase="step", step=1, idle=0.0)
 
 
+@pytest.mark.long
 def test_whatever_is_written_into_the_store_only_lines_of_the_jobs_watchers_count() -> None:
     rng, store, now = random.Random(0), Store(), [0.0]
     one, two = (NodeExchange(store, node, KEY, lambda: now[0]) for node in (0, 1))

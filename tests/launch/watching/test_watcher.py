@@ -173,7 +173,7 @@ def _damage(text: bytes, chance: random.Random) -> bytes:
             return text[:at] + chance.randbytes(chance.randrange(64)) + text[end:]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_no_value_of_the_store_ends_a_watcher_or_makes_it_touch_anything(
     store: dist.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def run_job(job, kinds):
             assert words in last, job.describe()
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
 def test_short_faults_harm_nothing_and_others_are_named_on_both_sides(tmp_path, count):
     print(f"seed {SEED}")
     made = run_faults(tmp_path, SEED, count)

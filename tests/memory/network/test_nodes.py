@@ -82,6 +82,7 @@ def run_schedules(count, seed):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "nodes", "proxy", "runs"),
     [
@@ -120,6 +121,7 @@ def lose_a_rank():
         return str(lost.value)
 
 
+@pytest.mark.long
 def test_a_lost_rank_is_named_with_its_node_and_interface(ranks):
     message, _ = ranks(2).run(lose_a_rank)
     assert message == ("rank 0 of 2 (node 0, NIC lo) has lost rank 1 of 2 (node 1, NIC lo): it has closed the group")

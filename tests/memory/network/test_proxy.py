@@ -165,6 +165,7 @@ def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once(kind):
             pair.proxies[1].add_fifo(pair.fifos[1], False)
 
 
+@pytest.mark.long
 @each_proxy
 def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides(kind):
     with Pair(kind, limit=1.5, window=1) as pair:
@@ -362,6 +363,7 @@ def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
     read_mutated_descriptors(kind, 50_000)
 
 
+@pytest.mark.long
 def test_the_native_proxy_works_while_python_holds_the_interpreter():
     """Descriptors are written, and a second passes, in calls that do not release the GIL."""
     holding = ctypes.PyDLL(None)

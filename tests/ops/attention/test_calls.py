@@ -51,6 +51,7 @@ def count_sent():
     return rank, found
 
 
+@pytest.mark.long
 def test_only_rows_that_are_seen_are_sent(ranks):
     found = dict(ranks(RANKS).run(count_sent))
     for name, case in SENT.items():

@@ -41,7 +41,9 @@ def differ(ranks):
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 4))])
+@pytest.mark.parametrize(
+    "count", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.long)]
+)
 def test_each_implementation_is_attention_of_the_whole_sequence(ranks, count):
     for rank, found in enumerate(ranks(count).run(differ, count)):
         assert not found, (rank, found)

@@ -29,11 +29,12 @@ def differ_by_copies(ranks, calls):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "calls",
     [
-        (("ring", 0), ("ring", 1)),
-        pytest.param((("all_gather", 8), ("ulysses", -2), ("ulysses", -1), ("ring", 12)), marks=pytest.mark.long),
+        pytest.param((("ring", 0), ("ring", 1)), marks=pytest.mark.exhaustive),
+        (("all_gather", 8), ("ulysses", -2), ("ulysses", -1), ("ring", 12)),
     ],
 )
 def test_copy_engines_bring_the_same(interpret, calls):
@@ -192,6 +193,7 @@ def differ_by_gpu_kernels(ranks):
     return found, [call.call_count for call in calls.values()]
 
 
+@pytest.mark.long
 def test_kernels_of_gpus_are_called_as_torch_defines_them(ranks):
     for rank, (found, counts) in enumerate(ranks(2).run(differ_by_gpu_kernels, 2)):
         assert not found, (rank, found)

@@ -52,7 +52,8 @@ def differ(ranks, seed):
 SEED = random.randrange(2**31)
 
 
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.long) for count in (3, 4))])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [*(pytest.param(count, marks=pytest.mark.exhaustive) for count in (2, 3)), 4])
 def test_attention_by_any_schedule_is_that_of_the_whole_sequence(interpret, count):
     print(f"seed {SEED}")
     for rank, found in enumerate(interpret(count, differ, count, SEED)):
@@ -106,6 +107,7 @@ def check_calls():
     return [float((one - plain).abs().max()) for one in found], ran, refusals
 
 
+@pytest.mark.long
 def test_calls_with_a_schedule_are_compiled_wrapped_and_refused(interpret):
     for differences, ran, refusals in interpret(2, check_calls):
         assert len(differences) == 5

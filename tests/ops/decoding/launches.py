@@ -20,15 +20,30 @@ WORDS = torch.zeros(256, dtype=torch.int32)
 RMS = norm.Norm("rms", 1e-5)
 
 
-def launch_paged(name, config, *, is_invariant=False, size=128, group=4):
+def describe_new(size, heads=32, kv_heads=8):
+    row = (heads + 2 * kv_heads) * size
+    return paged.NewTokens(*(HALF.clone() for _ in range(4)), row, row, row)
+
+
+def launch_paged(name, config, *, is_invariant=False, size=128, group=4, dtype=torch.bfloat16, new=False):
+    one, other = (torch.zeros(256, dtype=dtype) for _ in range(2))
     split = paged.SPLIT if is_invariant else 0
     dims = max(16, 1 << (size - 1).bit_length())
     constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64
-    cache = paged.PagedCache(HALF.clone(), HALF.clone(), WORDS, WORDS, WORDS, 8, 64, 16 * 8 * size, 8 * size, size)
+    cache = paged.PagedCache(one.clone(), other.clone(), WORDS, WORDS, WORDS, 8, 64, 16 * 8 * size, 8 * size, size)
     arguments = {
-        "attend_singles": (HALF, HALF.clone(), FLOATS, FLOATS, 4, 0.1),
-        "merge_splits": (HALF, FLOATS, FLOATS, 32, 4),
-        "attend_chunks": (HALF, HALF.clone(), 64, 0.1),
+        "attend_singles": (
+            one,
+            other,
+            FLOATS,
+            FLOATS,
+            4,
+            0.1,
+            describe_new(size) if new else None,
+            WORDS if new else None,
+        ),
+        "merge_splits": (one, FLOATS, FLOATS, 32, 4),
+        "attend_chunks": (one, other, 64, 0.1),
     }[name]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": not is_invariant}
     return getattr(paged, name), (cache, paged.PagedTiles(*map(fixed, constants)), *arguments), options
@@ -87,11 +102,11 @@ LAUNCHES = {
     **{
         f"ops.decoding.paged_kernels.{name}": lambda name=name, config=config: launch_paged(name, config)
         for name, config in (
-            ("attend_singles", paged.SINGLES),
             ("merge_splits", paged.SINGLES),
             ("attend_chunks", paged.CHUNKS),
         )
     },
+    "ops.decoding.paged_kernels.attend_singles": lambda: launch_paged("attend_singles", paged.SINGLES, new=True),
     "ops.decoding.rotary_cache.rotate_and_store_heads": launch_rotation,
     "ops.invariant.grouped.sum_expert_leaves": lambda: launch_expert_leaves(4096, 4096, 8),
     "ops.invariant.kernels.sum_leaves": lambda: launch_leaves(64, 4096, 4096, 8, "push"),

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over ranks with residual and norm: kernels and the library beside fp64, and separate calls' bits."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,10 @@ from tests.ops.operands import PLANS, find_plan, random_of, relative_error
 from torch.nn import functional
 
 from stretto import ops
+from stretto.memory import compilation
+from stretto.ops.operator import find_workspace
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_and_normalize_by_torch, add_norm, normalize_by_torch
+from stretto.tiles.call_state import CLOCK
 
 EPS = 1e-3
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -75,6 +80,29 @@ def test_a_fused_call_has_the_bits_of_separate_ones(interpret, case):
         assert normed <= 4 * ROUNDING[case[3]], (way, name)
         assert is_same, (way, name)
         assert len({each[way, name][3] for each in results}) == 1, f"ranks have different results by {way}"
+
+
+@torch.no_grad()
+def sum_after_loading():
+    """The limits of waits, in seconds, before and after the end of a call that may wait for a peer's compiler."""
+    x, weight, name = torch.ones(2, 32), torch.ones(32), dist.group.WORLD.group_name
+    ops.all_reduce_norm(x, x, weight, eps=EPS, implementation="kernel")
+    channel = find_workspace(name, x.device, 0, "packets").channel
+    words = channel._state[CLOCK.value + 2 : CLOCK.value + 4].view(torch.int64)
+    limits, launch = [], channel.launch
+
+    def note(*arguments, **options):
+        limits.append(words.item() / 1e9)
+        launch(*arguments, **options)
+
+    compilation.note_loaded_kernel()
+    with mock.patch.object(channel, "launch", note):
+        ops.all_reduce_norm(x, x, weight, eps=EPS, implementation="kernel")
+    return limits[0] - channel.limit.seconds, words.item() / 1e9 - channel.limit.seconds
+
+
+def test_the_end_of_a_call_sets_the_limit_of_waits_back(interpret):
+    assert interpret(2, sum_after_loading) == [(compilation.ALLOWANCE, 0.0)] * 2
 
 
 def test_without_kernels_torch_computes_it(ranks):

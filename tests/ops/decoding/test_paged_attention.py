@@ -3,9 +3,12 @@
 
 import pytest
 import torch
+from tests.ops.decoding.launches import launch_paged
 from tests.ops.decoding.sequences import Batch, make_batch
 
 from stretto import ops
+from stretto.ops.decoding.paged_kernels import CHUNKS, INVARIANT, SINGLES, fit_tiles
+from stretto.tiles.compile_only import count_shared_bytes
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
 
@@ -55,6 +58,7 @@ def compare():
     return errors
 
 
+@pytest.mark.long
 def test_results_are_those_of_whole_sequences(interpret):
     (errors,) = interpret(1, compare)
     assert max(errors) < 1, errors
@@ -92,6 +96,7 @@ def mix(dtype):
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_an_invariant_token_has_the_same_bits_in_every_batch_and_chunk(interpret):
     assert interpret(1, mix, torch.bfloat16) == [[]]
 
@@ -137,3 +142,34 @@ def test_options_are_refused(options, words):
     with pytest.raises(ValueError) as refused:
         ops.paged_attention(*make_batch(Batch([1, 1], [9, 30]), torch.float32).operands, **options)
     assert words in str(refused.value)
+
+
+H200, A100, SMALL = 227 << 10, 163 << 10, 99 << 10
+"""Shared memory of a block."""
+
+
+def test_tiles_fit_into_shared_memory_with_every_dtype_and_head():
+    assert [fit_tiles(config, 16, 128, 2, H200) for config in (SINGLES, CHUNKS, INVARIANT)] == [
+        SINGLES, CHUNKS, INVARIANT
+    ]  # what was measured stays  # fmt: skip
+    for limit in (H200, A100, SMALL):
+        for config in (SINGLES, CHUNKS, INVARIANT):
+            for dims in (16, 32, 64, 128, 256):
+                for itemsize in (2, 4):
+                    assert fit_tiles(config, 16, dims, itemsize, limit).rows >= 16
+    assert fit_tiles(CHUNKS, 16, 256, 4, H200)[:2] == (128, 32)
+    with pytest.raises(ValueError, match="a tile of 256 queries with 256 numbers of 4 bytes takes 313344 bytes"):
+        fit_tiles(CHUNKS._replace(rows=256), 256, 256, 4, H200)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["attend_singles", "attend_chunks"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize(("target", "limit"), [("sm_90", H200), ("sm_80", SMALL)])
+def test_compiled_kernels_take_no_more_shared_memory_than_is_there(name, dtype, size, target, limit):
+    for config in ({"attend_singles": SINGLES, "attend_chunks": CHUNKS}[name], INVARIANT):
+        tiles = fit_tiles(config, 16, size, dtype.itemsize, limit)
+        kernel, arguments, options = launch_paged(name, tiles, is_invariant=config is INVARIANT, size=size, dtype=dtype)
+        assert count_shared_bytes(kernel, arguments, options, target) <= limit

@@ -174,7 +174,7 @@ def merge(of_ranks):
     return [{name: held for of_rank in of_ranks for name, held in of_rank[part].items()} for part in (0, 1)]
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", [None, "adagrad"])
 def test_a_checkpoint_holds_the_tables_of_all_ranks_and_resumes_on_others(interpret, tmp_path, optimizer):
     saved = merge(interpret(2, save_after_a_step, str(tmp_path), optimizer))

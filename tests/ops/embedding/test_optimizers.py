@@ -158,7 +158,7 @@ def update_by_kernels(cases, steps, device="cpu"):
 
 @pytest.mark.parametrize(
     ("ranks", "cases", "steps"),
-    [(1, [("adam", torch.bfloat16, False)], 1), pytest.param(2, CASES, 2, marks=pytest.mark.long)],
+    [(1, [("adam", torch.bfloat16, False)], 1), pytest.param(2, CASES, 2, marks=pytest.mark.exhaustive)],
 )
 def test_every_optimizer_of_the_kernel_is_that_of_rows_with_the_same_random_bits(interpret, ranks, cases, steps):
     for of_rank in interpret(ranks, update_by_kernels, cases, steps):

@@ -183,6 +183,7 @@ def wait_for_nobody():
     return "named"
 
 
+@pytest.mark.long
 def test_a_missing_rank_is_named(interpret):
     assert interpret(2, wait_for_nobody) == ["named", "late"]
 

@@ -47,6 +47,7 @@ def compare_with_direct(first, which):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "which"),
     [

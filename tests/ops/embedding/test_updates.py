@@ -54,6 +54,7 @@ def differentiate(first, calls):
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "calls"),
     [(2, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive), pytest.param(3, 2, marks=pytest.mark.exhaustive)],

@@ -75,6 +75,7 @@ def compare(implementation, cases):
     return max(errors), wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_rows_have_the_same_bits_on_every_number_of_ranks(ranks, world):
     """By torch, and the ranks' sums by the group's backend."""
@@ -83,6 +84,7 @@ def test_rows_have_the_same_bits_on_every_number_of_ranks(ranks, world):
         assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "implementation", "cases"),
     [
@@ -187,6 +189,10 @@ def test_gradients_are_those_of_the_other_operators(ranks):
 )
 def test_tiles_follow_the_sizes(m, n, leaf, expected):
     assert choose_blocks(m, n, leaf, 2, 132)[:3] == expected
+    for shared in (99 << 10, 163 << 10, 227 << 10):  # of a block
+        for itemsize in (2, 4):
+            blocks = choose_blocks(m, n, leaf, itemsize, 132, shared=shared)
+            assert (blocks.m + blocks.n) * blocks.k * itemsize * blocks.num_stages <= shared - (16 << 10)
 
 
 def draw_groups(k, dtype):
@@ -221,6 +227,7 @@ def test_experts_products_have_the_bits_of_each_expert_alone(ranks):
     assert ranks(2).run(multiply_experts) == [[], []]
 
 
+@pytest.mark.long
 def test_experts_products_by_kernels_have_the_bits_of_each_expert_alone(interpret):
     assert interpret(2, multiply_experts) == [[], []]
 

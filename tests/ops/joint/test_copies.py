@@ -121,7 +121,8 @@ def test_a_tuner_measures_schedules_by_copies_and_auto_takes_the_fastest(interpr
             assert (ran, is_right) == (1, True)
 
 
-@pytest.mark.parametrize("count", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [3, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (2, 4))])
 def test_products_by_copies_are_right_and_no_atomic_operation_leaves_a_rank(interpret, count):
     for error, ran, has_atomics, foreign in interpret(count, multiply_all):
         assert error <= 1

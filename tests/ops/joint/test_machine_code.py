@@ -37,7 +37,8 @@ def sum_arguments(blocks):
     return sources, destinations, tables, inputs, landed, torch.empty_like(inputs), out, 3, 1
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocks", [WIDE._replace(num_stages=3), NARROW])
 @pytest.mark.parametrize("is_gather", [True, False])
 def test_tiles_load_by_tma_after_their_wait_and_spill_nothing(is_gather, blocks, tmp_path):

@@ -93,6 +93,7 @@ MORE_CASES = {
 """(operator, schedule, (rows, n, k), dtype, movers, programs)."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("nodes", "cases"),
     [

@@ -61,7 +61,7 @@ def multiply(operator, schedule, shape, dtype, by_columns, has_bias):
     return relative_error(out, expected), torch.equal(out, again), out.double().sum().item(), ran
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("operator", "schedule"), [(one, name) for one, names in OPERATORS.items() for name in names])
 @pytest.mark.parametrize("case", CASES)
 def test_products_with_a_schedule_are_right(interpret, operator, schedule, case):
@@ -118,7 +118,8 @@ def run_named():
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_products_with_named_algorithms_are_right(interpret, ranks):
     assert interpret(ranks, run_named) == [[]] * ranks
 
@@ -243,5 +244,6 @@ def differentiate():
     return [torch.allclose(one, found[-1], atol=1e-4) for one in found]
 
 
+@pytest.mark.long
 def test_gradients_are_those_without_a_schedule_and_compiled_calls_have_one_graph(interpret):
     assert interpret(2, differentiate) == [[True, True, True]] * 2

@@ -55,14 +55,17 @@ def compare_with_library(case, dtype, options):
     return [torch.equal(*pair) for pair in zip(ours, library, strict=True)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "dtype", "options"),
     [
         pytest.param(Case((2, 0, 3), 2, 6), torch.bfloat16, {"reduce": "rank"}, marks=pytest.mark.long),
         (Case((2, 5), 2, 4), torch.float32, {"reduce": "choice"}),
         pytest.param(Case((3, 4), 2, 4, range(2, 4)), torch.float32, {"reduce": "rank"}, marks=pytest.mark.exhaustive),
-        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}),
-        (Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}),
+        pytest.param(Case((3, 3), 2, 4), torch.float32, {"max_rows": 16}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            Case((3, 3), 2, 4), torch.float32, {"max_rows": 16, "reduce": "choice"}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )
@@ -74,7 +77,7 @@ def test_kernels_give_the_librarys_bits(interpret, case, dtype, options):
 def run_on_grid_by_kernels():
     """Differences from the oracle's of experts that two ranks share, for rows as they come and a fixed number."""
     ragged, even = Case((2, 4, 0, 3), 2, 4), Case((3, 3, 3, 3), 2, 4)
-    cases = [(case, rows, reduce) for case, rows in ((ragged, None), (even, 24)) for reduce in ("rank", "choice")]
+    cases = (ragged, None, "rank"), (even, 24, "choice")
     found = [difference for case in cases for difference in run_on_grid(*case, "kernel")]
     rank, everyone = dist.get_rank(), [[0, 1], [2, 3], [0, 2], [1, 3]]
     *pairs, first, second = (dist.new_group(ranks) for ranks in everyone)
@@ -86,10 +89,12 @@ def run_on_grid_by_kernels():
     return found
 
 
+@pytest.mark.long
 def test_kernels_send_rows_to_all_ranks_that_share_an_expert(interpret):
     require_exact(interpret(4, run_on_grid_by_kernels))
 
 
+@pytest.mark.long
 def test_too_many_rows_give_nan_and_an_error_on_all_ranks(interpret):
     case = Case((3, 3), 2, 4, range(2))
     needed = count_needed(case)

@@ -83,7 +83,7 @@ def compare_with_library(case, dtype, payload, calls):
 @pytest.mark.parametrize(
     ("case", "dtype", "payload", "calls"),
     [
-        pytest.param(Case((2, 6, 0), 2, 6), torch.bfloat16, None, 2, marks=pytest.mark.long),
+        pytest.param(Case((2, 6, 0), 2, 6), torch.bfloat16, None, 2, marks=pytest.mark.exhaustive),
         (Case((5, 3), 3, 4), torch.float32, FP8, 2),
         pytest.param(Case((1, 4), 1, 4, range(2, 4)), torch.float32, None, 1, marks=pytest.mark.long),
     ],
@@ -105,6 +105,7 @@ def combine_ahead():
     return rank == 1 or [bool((out == number).all()) for number, out in enumerate(found, 1)]
 
 
+@pytest.mark.long
 def test_no_rank_combines_two_calls_ahead(interpret):
     assert interpret(2, combine_ahead)[0] == [True] * 3
 

@@ -88,7 +88,8 @@ def multiply_everything(dtype):
     return right
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_kernels_multiply_ragged_rows(interpret, dtype):
     [right] = interpret(1, multiply_everything, dtype)
     assert not [name for name, is_right in right.items() if not is_right]
@@ -132,7 +133,8 @@ def gate_everything(dtype):
     return right
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_kernels_multiply_gates_and_differentiate_them(interpret, dtype):
     [right] = interpret(1, gate_everything, dtype)
     assert not [name for name, is_right in right.items() if not is_right]
@@ -196,7 +198,7 @@ def launch(kind, by_tokens, arrivals=None):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by_tokens", [False, True])
+@pytest.mark.parametrize("by_tokens", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("kind", TABLE)
 def test_kernels_are_compiled_to_tensor_core_loops_without_spills(kind, by_tokens, tmp_path):
     from stretto.tiles.compile_only import compile_kernel, count_shared_bytes

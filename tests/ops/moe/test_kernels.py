@@ -120,11 +120,12 @@ def sum_weigh_and_multiply(cases):
                 assert torch.equal(one.nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cases",
     [
         [(SIZES[0], dtype) for dtype in DTYPES] + list(zip(SIZES[1:], DTYPES, strict=True)),
-        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.long),
+        pytest.param(list(product(SIZES, DTYPES)), marks=pytest.mark.exhaustive),
     ],
     ids=["some", "all"],
 )
@@ -149,6 +150,7 @@ def differentiate_twice():
             assert check(moe.gated_activation, gated)
 
 
+@pytest.mark.long
 def test_gradients_are_those_of_finite_differences(interpret):
     interpret(1, differentiate_twice)
 
@@ -298,6 +300,7 @@ def compile_layer():
     return sorted(name for name in seen if "grouped" not in name)
 
 
+@pytest.mark.long
 def test_a_layer_of_one_rank_compiles_with_kernels_in_its_graph(interpret):
     assert interpret(1, compile_layer) == [
         ["experts_mlp", "experts_mlp_gradient", "moe_spread_tokens", "moe_sum_copies", "moe_weigh_and_multiply"]
@@ -316,6 +319,7 @@ def check_operators():
     torch.library.opcheck(operators.gated_silu_gradient.default, (draw(SEED, 3, 4), draw(SEED, 3, 2)))
 
 
+@pytest.mark.long
 def test_torch_finds_nothing_wrong_with_the_operators(interpret):
     interpret(1, check_operators)
 

@@ -60,11 +60,12 @@ def compare_with_direct(case, dtype, which, options):
 RANK, CHOICE, BF16, FP32 = {}, {"reduce": "choice"}, torch.bfloat16, torch.float32
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "call"),
     [
         (4, (Case((2, 5, 0, 9), 2, 8), BF16, (2, 2), RANK)),
-        pytest.param(4, (Case((3, 3, 3, 3), 2, 4), FP32, (2, 2), {"max_rows": 24}), marks=pytest.mark.long),
+        pytest.param(4, (Case((3, 3, 3, 3), 2, 4), FP32, (2, 2), {"max_rows": 24}), marks=pytest.mark.exhaustive),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in (

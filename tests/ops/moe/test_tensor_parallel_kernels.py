@@ -58,13 +58,15 @@ def compare_with_library(case, hidden, inner, entries):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "entries"),
     [
         (Case(2, 21, 2, 3), 3),  # units of sums and parts of tokens that are not whole, and both slots in turn
-        pytest.param(Case(3, 17, 1, 4, range(2, 3)), 1, marks=pytest.mark.long),
-        pytest.param(Case(2, 1, 2, 4), 1, marks=pytest.mark.long),
-        pytest.param(Case(4, 5, 3, 6, range(3)), 1, marks=pytest.mark.long),
+        *(
+            pytest.param(case, 1, marks=pytest.mark.exhaustive)
+            for case in (Case(3, 17, 1, 4, range(2, 3)), Case(2, 1, 2, 4), Case(4, 5, 3, 6, range(3)))
+        ),
     ],
     ids=str,
 )
@@ -89,7 +91,10 @@ def tune_half(operator, folder):
         return [config.encode() for config in measured], before, call_half(operator, 6), call_half(operator, 8)
 
 
-@pytest.mark.parametrize("operator", ["all_gather_moe", pytest.param("moe_reduce_scatter", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "operator", ["all_gather_moe", pytest.param("moe_reduce_scatter", marks=pytest.mark.exhaustive)]
+)
 def test_what_was_measured_to_be_faster_runs_at_about_as_many_tokens(interpret, tmp_path, operator):
     for measured, before, near, far in interpret(2, tune_half, operator, str(tmp_path)):
         assert measured == ["library", KernelConfig().encode()]

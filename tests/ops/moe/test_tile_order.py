@@ -89,6 +89,7 @@ def compare_orders():
     return wrong
 
 
+@pytest.mark.long
 def test_tiles_of_near_ranks_come_first_with_the_parts_that_they_wait_for(interpret):
     assert interpret(1, compare_orders) == [[]]
 
@@ -215,7 +216,7 @@ def launch_in_order(kind):
     return launches[0]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["product", "gate", "gate gradient"])
 def test_kernels_that_wait_are_compiled_to_pipelined_loops_without_spills(kind, tmp_path):
     from stretto.tiles.compile_only import compile_kernel, count_shared_bytes

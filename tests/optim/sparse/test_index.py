@@ -108,6 +108,7 @@ def check_kernels(dtype_name: str) -> None:
             check_index(made, mask, dtype, cut(made.count, number))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)])
 def test_the_kernels_do_what_the_cpu_does(interpret: Any, dtype: str) -> None:

@@ -59,7 +59,7 @@ def asked_for_less(sizes: Sizes, shards_sequence: bool) -> dict[str, object]:
     return seen
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("sizes", "shards_sequence"), [*((sizes, False) for sizes in GRIDS), ((1, 2, 2, 1), True)])
 def test_weights_that_autograd_was_not_asked_for_get_no_gradient(ranks, sizes, shards_sequence):
     for seen in ranks(4).run(asked_for_less, sizes, shards_sequence):
@@ -111,7 +111,7 @@ def selectively_checkpointed(sizes: Sizes, shards_sequence: bool) -> float:
     return max(float((ours - plain).abs().max()) for plain, ours in zip(*gradients, strict=True))
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards_sequence", [False, True])
 def test_blocks_may_keep_their_products_and_run_the_rest_again(ranks, shards_sequence):
     assert max(ranks(4).run(selectively_checkpointed, (1, 2, 2, 1), shards_sequence)) < 1e-12

@@ -133,8 +133,11 @@ def disagreements(runs: list[Any]) -> list[Any]:
     return [(*run, wrong) for run in runs if (wrong := distances(*run))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "runs", [TWO, *(pytest.param(runs, marks=pytest.mark.long) for runs in (THREE, FOUR))], ids=["2", "3", "4"]
+    "runs",
+    [TWO, pytest.param(THREE, marks=pytest.mark.long), pytest.param(FOUR, marks=pytest.mark.exhaustive)],
+    ids=["2", "3", "4"],
 )
 def test_a_term_over_parameters_outside_of_forward_has_the_gradient_of_one_process(ranks, runs):
     count = {id(TWO): 2, id(THREE): 3, id(FOUR): 4}[id(runs)]
@@ -158,6 +161,7 @@ def distances_of_own_rows(sizes: dict[str, int]) -> dict[str, float]:
     return {name: value for name, value in found.items() if not value < 1e-10}
 
 
+@pytest.mark.long
 def test_a_rank_may_multiply_its_rows_with_whole_weights_outside_of_forward(ranks):
     for count, sizes in ((2, {"data": 2}), (2, {"z": 2}), (3, {"z": 3}), (4, {"data": 2, "z": 2})):
         assert ranks(count).run(distances_of_own_rows, sizes) == [{}] * count, sizes
@@ -238,6 +242,7 @@ def averaged_by_the_backend(kind: str, sizes: dict[str, int]) -> tuple[bool, int
     return all(map(torch.equal, *found)), passes.call_count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gpt", pytest.param("blocks", marks=pytest.mark.long)])
 def test_a_backend_that_averages_leaves_no_pass_over_gradients_and_the_same_bits(ranks, kind):
     assert ranks(4).run(averaged_by_the_backend, kind, {"data": 2, "z": 2}) == [(True, 0)] * 4

@@ -99,6 +99,7 @@ def train(z: int, by_copies: bool, dtype: torch.dtype | None, straggles: bool) -
     return shards(model), kinds["all_gather"], kinds["reduce_scatter"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("z", "dtype", "straggles"),
     [(2, None, True), pytest.param(3, torch.bfloat16, False, marks=pytest.mark.long)],
@@ -144,6 +145,7 @@ def hold_two_graphs(by_copies: bool) -> list[Tensor]:
     return shards(model)
 
 
+@pytest.mark.long
 def test_two_passes_may_be_alive_at_once(interpret):
     for ours, theirs in zip(*(interpret(2, hold_two_graphs, copies) for copies in (True, False)), strict=True):
         assert all(map(torch.equal, ours, theirs))
@@ -180,6 +182,7 @@ def checkpoint_later(by_copies: bool) -> list[Tensor]:
     return shards(model)
 
 
+@pytest.mark.long
 def test_checkpointed_blocks_compute_the_same(interpret):
     for ours, theirs in zip(*(interpret(2, checkpoint_later, copies) for copies in (True, False)), strict=True):
         assert all(map(torch.equal, ours, theirs))

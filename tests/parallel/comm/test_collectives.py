@@ -87,7 +87,8 @@ def test_a_wait_looks_at_others_until_its_work_ends_and_never_asks_whether_it_ha
     assert (work.limits[:3], len(looks)) == ([timedelta(seconds=0.2)] * 3, 3 if fails else 2)
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shards_sequence", [False, True])
 def test_all_that_a_step_sends_is_marked_and_named_in_a_trace(ranks, shards_sequence):
     sizes = (1, 2, 1, 2) if shards_sequence else (1, 1, 2, 2)

@@ -125,13 +125,14 @@ def train(x: int, z: int, is_pushed: bool, dtype: torch.dtype | None, straggles:
     return {"shards": setup.shards()} | counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("x", "z", "dtype", "straggles", "tolerance"),
     # Over two ranks both ways add the same two numbers; in bf16 the group rounds their sum, and pushes do not.
     [
-        (1, 2, None, True, 0),
-        pytest.param(2, 2, torch.bfloat16, False, 1e-2, marks=pytest.mark.long),
-        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.long),
+        pytest.param(1, 2, None, True, 0, marks=pytest.mark.exhaustive),
+        (2, 2, torch.bfloat16, False, 1e-2),
+        pytest.param(1, 3, None, True, 1e-6, marks=pytest.mark.exhaustive),
     ],
 )
 def test_training_is_the_same_and_only_embedding_and_head_go_through_the_group(
@@ -204,6 +205,7 @@ def test_room_is_made_before_the_next_gradient_needs_it(interpret):
         assert not re.search("gf+s", events)
 
 
+@pytest.mark.long
 def test_a_pass_begins_with_the_embedding_and_the_first_weights_and_copies_the_others_under_these(interpret):
     assert interpret(2, note_what_starts) == ["gcccc" + "ttt" + "ccccc" + "tttttt"] * 2
 
@@ -218,6 +220,7 @@ def hold_two_graphs(is_pushed: bool) -> list[torch.Tensor]:
     return setup.shards()
 
 
+@pytest.mark.long
 def test_two_passes_may_be_alive_at_once(interpret):
     for ours, other in zip(*(interpret(2, hold_two_graphs, way) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours, other))
@@ -352,7 +355,8 @@ def checkpoint_later(is_pushed: bool, how: str) -> dict[str, Any]:
     return {"shards": setup.shards(), "pushed": setup.num_pushed}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["stretto", "reentrant", "not reentrant"])
 def test_activation_checkpointing_ends_it_and_frees_its_memory(interpret, how):
     for ours, other in zip(*(interpret(2, checkpoint_later, way, how) for way in (True, False)), strict=True):
@@ -381,7 +385,8 @@ def train_in_micro_batches(is_pushed: bool, once: bool, checkpoints: bool) -> di
     return {"shards": setup.shards(), "copies": len(copies), "gathers": setup.gathers, "pushed": setup.num_pushed}
 
 
-@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("checkpoints", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_a_step_gathers_each_weight_once_for_all_micro_batches(interpret, checkpoints):
     plain, pushed, each_time = (
         interpret(2, train_in_micro_batches, is_pushed, once, checkpoints)
@@ -409,6 +414,7 @@ def train_blocks(is_pushed: bool, once: bool) -> list[torch.Tensor]:
     return setup.shards()
 
 
+@pytest.mark.long
 def test_blocks_are_gathered_once_too(interpret):
     runs = [
         interpret(2, train_blocks, is_pushed, once) for is_pushed, once in ((True, True), (False, True), (False, False))
@@ -435,6 +441,7 @@ def change_in_a_step() -> list[bool]:
     return [torch.equal(*pair) for pair in zip(*losses, strict=True)]
 
 
+@pytest.mark.long
 def test_a_weight_that_is_changed_inside_is_gathered_again(interpret):
     assert interpret(2, change_in_a_step) == [[True] * 4] * 2
 
@@ -500,6 +507,7 @@ def scatter_many(seed: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks", [pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(4, marks=pytest.mark.exhaustive)]
 )
@@ -637,6 +645,7 @@ def take_at_once() -> list[bool]:
     return [torch.equal(whole, gather_rows(local(w.parameter).detach(), w.rows, pushed.group)) for whole, w in last]
 
 
+@pytest.mark.long
 def test_a_weight_is_taken_when_all_of_it_has_come(interpret):
     assert interpret(3, take_at_once) == [[True] * WEIGHTS] * 3
 

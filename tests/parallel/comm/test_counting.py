@@ -226,8 +226,7 @@ def test_a_gpts_linears_send_what_the_equations_predict_and_its_blocks_no_other_
         assert [message for message in of_one_block if not is_small(message, config, sizes)] == []
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(8, 1, 1, 1), (2, 1, 2, 2), (2, 2, 1, 2)], ids=str)
 def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_ranks(ranks, sizes):
     print(f"seed {SEED}")
@@ -244,12 +243,13 @@ def test_buckets_send_the_same_bytes_over_data_in_one_message_for_each_group_of_
             assert len(sums) == 1, sums
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [
         (1, 2, 1, 2),
         *(
-            pytest.param(sizes, marks=pytest.mark.sampled(1, quick=0))
+            pytest.param(sizes, marks=pytest.mark.exhaustive)
             for sizes in ((1, 2, 2, 2), (2, 2, 1, 2), (1, 4, 2, 1), (1, 1, 4, 2))
         ),
     ],
@@ -265,7 +265,8 @@ def test_embedding_head_and_loss_never_send_the_whole_logits(ranks, sizes):
         assert all(message.numel < rows * config.vocab / sizes[1] for message in on_x), apart
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -313,8 +314,7 @@ def test_coalesced_and_rooted_collectives_count_as_well(ranks):
     assert ranks(2).run(count_calls) == [expected] * 2
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 2, 2, 1), (1, 1, 4, 2)], ids=str)
 def test_checkpointing_repeats_the_forward_pass_of_the_blocks_and_nothing_of_the_backward_pass(ranks, sizes):
     print(f"seed {SEED}")
@@ -359,7 +359,8 @@ def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
         assert split.bytes_by_axis[0]["data"] == whole.bytes_by_axis[0]["data"]
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
 def test_in_bf16_weights_and_activations_are_sent_in_two_bytes(ranks, sizes):
     print(f"seed {SEED}")
@@ -388,7 +389,7 @@ def bytes_held(sizes: Sizes, config: GPTConfig, reshard: ReshardPolicy) -> dict[
     return held
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "reshard"),
     [

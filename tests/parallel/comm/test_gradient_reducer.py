@@ -139,6 +139,7 @@ def accumulated(sizes: Sizes) -> dict[tuple[int, bool], tuple[int, int, float]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 2), (2, 1, 1, 2)], ids=str)
 def test_weights_gradients_go_over_z_once_a_micro_batch_or_once_a_step(ranks, sizes):
@@ -201,6 +202,7 @@ def accumulate_branches() -> tuple[dict[str, float], float, str]:
     return differences, dropped, str(refusal.value)
 
 
+@pytest.mark.long
 def test_micro_batches_may_differ_in_what_they_use_and_in_how_they_accumulate(ranks):
     for differences, dropped, refusal in ranks(4).run(accumulate_branches):
         assert max(differences.values()) < 1e-12, differences

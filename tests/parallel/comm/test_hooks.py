@@ -86,6 +86,7 @@ def step_in_backward(layout: Any) -> dict[str, object]:
     return seen
 
 
+@pytest.mark.long
 def test_hooks_of_accumulated_gradients_see_final_gradients_once_a_step(ranks):
     for layout in LAYOUTS:
         count = len(build().state_dict())
@@ -159,6 +160,7 @@ def refusals(layout: Any) -> dict[str, object]:
     return errors
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph", "ignore:Anomaly Detection")
 def test_what_cannot_be_as_in_plain_pytorch_is_refused_and_leaves_gradients_alone(ranks):
     for layout in LAYOUTS:

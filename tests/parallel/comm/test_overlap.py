@@ -201,7 +201,7 @@ def test_a_weights_gather_overlaps_with_the_product_before_it(ranks):
         assert set(seen["allgather_base", "z"]) == {0}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "how",
     [How(reshard="after_forward"), How(checkpoints=True), How(reshard="after_forward", checkpoints=True)],
@@ -216,6 +216,7 @@ def test_weights_that_the_backward_pass_gathers_again_are_gathered_ahead_too(ran
         assert sum(count == 0 for count in counts) <= 4, counts
 
 
+@pytest.mark.long
 def test_weight_gradients_are_scattered_during_the_rest_of_the_backward_pass(ranks):
     for seen in ranks(2).run(products_hidden_under, (1, 1, 1, 2), Overlap(), How()):
         # The head's first, then four of each block, and the embedding's last, after which no product is left.
@@ -275,14 +276,15 @@ def fail(*_: Any) -> None:
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "disturb",
     [
         "weights are written to while the next one is on its way",
-        pytest.param("a block is called on its own", marks=pytest.mark.long),
-        pytest.param("blocks come in another order", marks=pytest.mark.long),
+        pytest.param("a block is called on its own", marks=pytest.mark.exhaustive),
+        "blocks come in another order",
         "a backward pass fails",
-        pytest.param("a forward pass has no backward pass", marks=pytest.mark.long),
+        pytest.param("a forward pass has no backward pass", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_learned_order_is_verified_in_each_pass(ranks, disturb):
@@ -322,6 +324,7 @@ def given_up(sizes: Sizes) -> bool:
     return all(map(torch.equal, *found))
 
 
+@pytest.mark.long
 def test_a_step_that_was_given_up_between_micro_batches_leaves_nothing_behind(ranks):
     print(f"seed {SEED}")
     assert ranks(4).run(given_up, (2, 1, 1, 2)) == [True] * 4

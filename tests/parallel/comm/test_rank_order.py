@@ -80,6 +80,7 @@ def errors_over_data(sizes: dict[str, int], how: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.long
 def test_ranks_of_data_may_run_other_submodules_in_each_step(ranks):
     for sizes in ({"data": 2}, {"data": 2, "z": 2}):
         for how in ("roles", "blocks"):

@@ -36,12 +36,15 @@ def train_on_nodes(sizes: Sizes, case: Case, expected: Trace) -> tuple[float, bo
     return far, same and first.losses == second.losses, sum(sent)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ({"z": 8}, {}),
-        ({"data": 8}, {}),
-        pytest.param({"z": 4, "data": 2}, {"reshard": "after_forward", "micro_batches": 2}, marks=pytest.mark.long),
+        pytest.param({"z": 8}, {}, marks=pytest.mark.long),
+        pytest.param({"data": 8}, {}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"z": 4, "data": 2}, {"reshard": "after_forward", "micro_batches": 2}, marks=pytest.mark.exhaustive
+        ),
     ],
     ids=str,
 )

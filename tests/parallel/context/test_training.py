@@ -65,13 +65,14 @@ LONG = pytest.mark.long
 LARGE = pytest.mark.exhaustive
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("variant", "sizes"),
     [
         ("llama-like", {"context": 2, "z": 2}),
-        pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LONG),
+        pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LARGE),
         pytest.param("llama-like", {"context": 4}, marks=LONG),
-        pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LONG),
+        pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LARGE),
         pytest.param("checkpointed", {"context": 2, "y": 2}, marks=LONG),
         pytest.param("sharded sequence", {"context": 2, "x": 2}, marks=LONG),
         *(
@@ -96,6 +97,7 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
     assert ranks(count).run(disagreements, sizes, case, EXACTLY, expected) == [{}] * count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "run",
     [
@@ -192,7 +194,7 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
-        pytest.param("llama", {"context": 2, "x": 2}, marks=LONG),
+        pytest.param("llama", {"context": 2, "x": 2}, marks=LARGE),
         *(pytest.param(name, {"context": 4}, marks=LONG) for name in ("qwen3_next", "nemotron_h")),
         *(pytest.param(name, {"context": 2, "z": 2}, marks=LARGE) for name in FAMILIES),
         *(
@@ -211,6 +213,7 @@ def test_five_steps_of_a_hugging_face_model_equal_those_of_one_rank(ranks, famil
     assert ranks(count).run(disagreements_of, sizes, case, EXACTLY, expected) == [{}] * count
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "ranks_of_context"),
     [
@@ -310,6 +313,7 @@ def distances_of_packed(family: str, sizes: Sizes, form: str) -> dict[str, float
     return found | {name: distance(gather(ours.grad, layout_of(ours)), theirs.grad) for (name, ours), theirs in pairs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "sizes", "form"),
     [
@@ -399,6 +403,7 @@ def losses_of_packed() -> tuple[dict[str, tuple[float, float]], dict[str, str]]:
     return losses, reasons
 
 
+@pytest.mark.long
 def test_packed_rows_are_documents_where_plain_transformers_finds_some_and_refused_where_it_ignores_them(ranks):
     print(f"seed {SEED}")
     for losses, reasons in ranks(2).run(losses_of_packed):
@@ -537,6 +542,7 @@ def layouts_and_messages() -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refused(ranks):
     for rank, found in enumerate(ranks(4).run(layouts_and_messages)):
         context, z = divmod(rank, 2)
@@ -660,6 +666,7 @@ def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[
     return [step(*each, number) for number in (2, 3) for each in (run, resumed)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)],

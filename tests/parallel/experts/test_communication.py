@@ -58,7 +58,8 @@ def sent_by_a_block(sizes: dict[str, int], options: dict[str, Any]) -> tuple[Cou
 TED = {"data": 2, "x": 2, "expert": 2}
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
 def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each_if_they_are_kept(
     ranks, recompute, times
@@ -68,7 +69,8 @@ def test_a_block_of_ted_has_six_all_to_alls_and_six_all_reduces_and_four_of_each
         assert calls == {("all_to_all", "expert"): times, ("all_reduce", "x"): times}
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "times"), [("full", 6), ("communication", 4)])
 def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathers(ranks, recompute, times):
     options = {"shard_sequence": True, "recompute": recompute}
@@ -78,7 +80,8 @@ def test_a_block_whose_sequence_is_sharded_has_as_many_reduce_scatters_and_gathe
         }
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 1), ("full", 2), ("communication", 1)])
 def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_that_too(ranks, recompute, passes):
     for calls, _ in ranks(4).run(sent_by_a_block, TED, {"recompute": recompute}):
@@ -90,6 +93,7 @@ def test_dropping_duplicates_gathers_what_it_has_cut_and_recomputation_keeps_tha
         }
 
 
+@pytest.mark.long
 def test_where_x_folds_into_expert_nothing_but_tokens_is_gathered_over_it(ranks):
     sizes = TED | {"expert": 4, "expert_tensor": "fold"}
     for calls, _ in ranks(4).run(sent_by_a_block, sizes, {"recompute": "communication"}):
@@ -117,7 +121,8 @@ def test_on_x_of_4_dropping_duplicates_and_keeping_what_was_sent_leave_a_sixth_o
     assert before == 6 * after
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", ["none", "communication"])
 def test_where_x_has_one_rank_dropping_duplicates_sends_nothing_more(ranks, recompute):
     sizes = {"data": 2, "expert": 2}
@@ -171,7 +176,7 @@ def all_calls(sizes: dict[str, Any], options: dict[str, Any]) -> Counter[tuple[s
 
 
 @pytest.mark.long
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -244,9 +249,9 @@ def make_llama4() -> nn.Module:
     ("make_model", "sizes", "reduce", "tolerance"),
     [
         (make_gpt, {"z": 2, "expert": 2}, "rank", 0),  # the block calls the shared expert last
-        pytest.param(make_gpt, {"z": 2, "expert": 2}, "choice", 0, marks=pytest.mark.long),
+        pytest.param(make_gpt, {"z": 2, "expert": 2}, "choice", 0, marks=pytest.mark.exhaustive),
         # Qwen2's does so first, so that the parts of its input's gradient were added in another order.
-        pytest.param(make_qwen, {"data": 2, "expert": 2}, "rank", 1e-6, marks=pytest.mark.long),
+        pytest.param(make_qwen, {"data": 2, "expert": 2}, "rank", 1e-6, marks=pytest.mark.exhaustive),
         pytest.param(make_glm, {"z": 2, "expert": 2}, "rank", 0, marks=pytest.mark.long),  # experts alone have roles
         (make_llama4, {"z": 2, "expert": 2}, "rank", 0),  # each choice of a token is a token of its own
     ],

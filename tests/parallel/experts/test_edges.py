@@ -76,7 +76,8 @@ def distances(sizes: dict[str, Any], counts: list[int], options: dict[str, Any])
     return found
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "counts", "options"),
     [

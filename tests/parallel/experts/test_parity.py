@@ -11,12 +11,12 @@ CHOSEN = [
     pytest.param(Run({"data": 4, "x": 2, "expert": 4}), marks=pytest.mark.long),  # figure 7.7's layout, scaled down
     pytest.param(
         Run({"x": 2, "z": 2, "expert": 2, "expert_tensor": "fold"}, case="top-1 on alternate layers"),
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
     pytest.param(Run({"pipe": 2, "z": 2, "expert": 2}, case="top-2 in micro-batches"), marks=pytest.mark.long),
     pytest.param(
         Run({"pipe": 2, "x": 2, "data": 2, "expert": 2}, {"drop_duplicates": False}, "top-2 in micro-batches"),
-        marks=pytest.mark.long,
+        marks=pytest.mark.exhaustive,
     ),
 ]
 
@@ -77,7 +77,7 @@ def test_five_steps_where_z_does_not_divide_the_experts_equal_those_of_one_rank(
     assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
 
 
-@pytest.mark.sampled(3, quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("run", GRADIENTS, ids=str)
 def test_the_gradients_of_a_step_are_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")

@@ -45,6 +45,7 @@ def compare_modes(sizes: dict[str, Any], options: dict[str, Any], modes: Sequenc
     return [f"{mode}: counts" for mode in wrong] + differences(right, {mode: seen for mode, (seen, _) in found.items()})
 
 
+@pytest.mark.long
 def test_recomputation_gives_bitwise_equal_gradients_and_counts(ranks):
     print(f"seed {SEED}")
     found = ranks(2).run(compare_modes, {"z": 2, "expert": 2}, {}, ("full", "communication"))
@@ -65,6 +66,7 @@ def test_a_model_whose_blocks_are_recomputed_is_freed(ranks):
     assert ranks(2).run(count_models_in_memory, {"data": 2}) == [0, 0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [

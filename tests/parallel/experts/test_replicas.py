@@ -67,14 +67,20 @@ def compare(sizes: dict[str, int], options: dict[str, Any], config: GPTConfig, *
     return max((one - other).abs().max().item() for one, other in pairs if one.numel()), held
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sizes", "options", "optimizer", "passes"),
     [
-        ({"z": 2, "expert": 2}, {"recompute": "communication"}, "torch", 2),
-        pytest.param({"z": 2, "expert": 2}, {"recompute": "products"}, "stretto", 2, marks=pytest.mark.long),
-        pytest.param({"z": 4, "expert": 2}, {"recompute": "full"}, "stretto", 2, marks=pytest.mark.long),
-        pytest.param({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}, "SGD", 1, marks=pytest.mark.long),
-        pytest.param({"data": 2, "y": 2, "expert": 2}, {"expert_reduce": "choice"}, "SGD", 1, marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ({"z": 2, "expert": 2}, {"recompute": "communication"}, "torch", 2),
+                ({"z": 2, "expert": 2}, {"recompute": "products"}, "stretto", 2),
+                ({"z": 4, "expert": 2}, {"recompute": "full"}, "stretto", 2),
+                ({"data": 2, "x": 2, "expert": 2}, {"shard_sequence": True}, "SGD", 1),
+                ({"data": 2, "y": 2, "expert": 2}, {"expert_reduce": "choice"}, "SGD", 1),
+            )
+        ),
         pytest.param(
             {"x": 2, "z": 2, "expert": 4, "expert_tensor": "fold"}, {"expert_rows": 256}, "SGD", 2,
             marks=pytest.mark.long,

@@ -200,6 +200,7 @@ def train_by_messages(expected: dict[str, Tensor]) -> list[float]:
     return [distance(gradient, expected[name]) for name, gradient in own.items() if expected[name].norm() > 0]
 
 
+@pytest.mark.long
 def test_message_driven_ranks_of_data_agree_on_what_experts_compute(ranks):
     plain = build(ALONE, EXACT)
     plain_loss(ALONE, plain, *next(batches(ALONE))).backward()

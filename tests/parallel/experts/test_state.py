@@ -83,12 +83,13 @@ def load_and_save(sizes: dict[str, Any], source: Path, out: Path) -> dict[str, T
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "others"),
     [
         (GRIDS[1], GRIDS[3:4]),
         *(
-            pytest.param(first, others, marks=pytest.mark.sampled(1, quick=0))
+            pytest.param(first, others, marks=pytest.mark.exhaustive)
             for first in GRIDS[1:3]
             for others in (GRIDS[::2], GRIDS[1::2])
         ),
@@ -137,7 +138,8 @@ def whole_tensors(sizes: dict[str, Any], folder: str, **changes: Any) -> dict[st
     return {name: right for name, right in (found | layouts).items() if not right}
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "experts"),
     [(GRIDS[1], 4), (GRIDS[2], 4), (GRIDS[5], 4), ({"data": 2, "z": 2, "expert": 2}, 6), ({"x": 2, "z": 4}, 6)],
@@ -155,7 +157,7 @@ def initial_weights(sizes: dict[str, Any]) -> dict[str, Tensor]:
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sizes", GRIDS[1:], ids=str)
 def test_a_model_on_the_meta_device_has_the_same_experts_on_every_grid(ranks, sizes):
     (expected,) = ranks(1).run(initial_weights, {})
@@ -176,7 +178,8 @@ def accumulate(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[float, d
     return norm, {name: gather(p.grad, layout_of(p)) for name, p in model.named_parameters()}
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", [GRIDS[1], GRIDS[2], GRIDS[5], {"data": 2, "z": 2, "expert": 2}], ids=str)
 @pytest.mark.parametrize("reshard", ["after_backward", "gradients_after_step"])
 def test_micro_batches_accumulate(ranks, sizes, reshard):
@@ -239,7 +242,8 @@ def train_by_torch(sizes: dict[str, Any], kind: str) -> dict[str, Tensor]:
     return {name: gather(parameter).detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_torchs_own_optimizers_step_parameters_of_both_meshes(ranks, kind):
     (expected,) = ranks(1).run(train_by_torch, {}, kind)

@@ -114,6 +114,7 @@ def distance(found: dict[str, Any], expected: dict[str, Any], **changes: Any) ->
 RECIPES = ("tensorwise", "rowwise")
 
 
+@pytest.mark.long
 def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: MakeRanks) -> None:
     """Where all ranks have the same rows, sums over them are exact."""
     grids = [{"data": 4}, {"data": 2, "z": 2}, {"z": 4}]
@@ -138,7 +139,7 @@ def test_bits_do_not_depend_on_z_and_one_rank_trains_as_the_reference(ranks: Mak
     assert in_fp8[-1]["sent"]["z", "all_reduce"] < 0.02 * whole
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_weights_that_copy_engines_gather_have_the_same_bits(interpret: Callable[..., list[Any]]) -> None:
     options = [{"fp8": "rowwise", "pushed": pushed} for pushed in (False, True)]
     (found, *_) = interpret(2, train_all, [({"z": 2}, each) for each in options], True)
@@ -164,6 +165,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("recipe", "tried"),
     [
@@ -186,7 +188,7 @@ def test_every_grid_and_option_trains_nearly_alike(recipe: str, tried: list[Any]
 EXPERTS = {"num_experts": 4, "expert_ffn": 64, "balance": "none", "moe_layers": (1,)}
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_experts_train_as_the_reference_and_in_bits_over_z(ranks: MakeRanks) -> None:
     grids = [{"data": 4}, {"z": 4}, {"x": 2, "z": 2, "expert": 2}]
     cases = [(sizes, {"fp8": recipe, "masters": False, "model": EXPERTS}) for recipe in RECIPES for sizes in grids]

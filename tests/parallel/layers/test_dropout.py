@@ -3,6 +3,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -36,6 +37,7 @@ def all_losses() -> list[tuple[float, float]]:
     return [loss_of_one_step(sizes) for sizes in GRIDS] + [loss_of_one_step({"x": 2, "z": 2}, is_checkpointed=True)]
 
 
+@pytest.mark.long
 def test_every_grid_drops_the_same_elements_and_so_does_recomputation(ranks: Callable[[int], Ranks]) -> None:
     (expected,) = ranks(1).run(loss_of_one_step, {})
     for losses in ranks(4).run(all_losses):

@@ -208,6 +208,7 @@ def rotate_and_gate_by_kernels():
     return errors
 
 
+@pytest.mark.long
 def test_kernels_round_once(interpret):
     ((*errors,),) = interpret(1, rotate_and_gate_by_kernels)
     assert len(errors) == len(KERNEL_DTYPES) * (4 * len(SHAPES) + 3 * 5)

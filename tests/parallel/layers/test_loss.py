@@ -202,7 +202,7 @@ def train_head_plainly(vocab: int) -> dict[str, Tensor]:
     [({"x": 2}, {}), ({"z": 2}, {}), ({"z": 2}, {"reshard": "after_forward"}), ({"x": 2}, {"shard_sequence": True})],
     ids=str,
 )
-@pytest.mark.sampled(16, quick=2)
+@pytest.mark.sampled(2)
 def test_a_loss_leaves_the_heads_weight_as_it_is_whether_it_is_padded_or_not(ranks, sizes, options, vocab):
     """A rank's part of the vocabulary is padded to 64 rows; without padding the weight is multiplied as it lies."""
     right = train_head_plainly(vocab)

@@ -205,7 +205,8 @@ def test_a_vision_transformer_trains_as_on_one_rank(ranks, sizes):
     assert ranks(4).run(trained, sizes, VisionTransformer, ROLES) == [{}] * 4
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -263,7 +264,8 @@ def load_with_planner(sizes: Sizes, path: str) -> list[str]:
     return [name for (name, parameter), whole in pairs if not torch.equal(gather(parameter), whole)]
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), pytest.param((1, 2, 2, 1), marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), pytest.param((1, 2, 2, 1), marks=pytest.mark.exhaustive)], ids=str)
 def test_torchs_checkpoints_hold_inner_parameters_whole_for_other_grids(ranks, tmp_path, sizes):
     path = str(tmp_path / "checkpoint")
     ranks(4).run(save_with_planner, (1, 2, 1, 2), path)

@@ -31,7 +31,8 @@ GRIDS = [(1, 2, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 1, 2), (1, 2, 2, 2), (
 BATCH, SEQ_LEN = 2, 6
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_five_steps_equal_those_of_one_rank(ranks, sizes, precision):
@@ -115,6 +116,7 @@ def all_losses_with_dropout() -> list[float]:
     ]
 
 
+@pytest.mark.long
 def test_the_same_elements_are_dropped(ranks):
     (expected,) = ranks(1).run(losses_with_dropout, {}, False, False)
     for losses in ranks(4).run(all_losses_with_dropout):

@@ -76,6 +76,7 @@ def calls_of_a_step(
     return weights, large, counts.bytes_by_axis()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven"])
 def test_weights_are_gathered_once_a_step_and_gradients_scattered_once_a_micro_batch(ranks, schedule):
@@ -93,7 +94,7 @@ def test_gradients_that_add_up_unsharded_are_scattered_once_a_step(ranks):
         assert weights <= calls["reduce_scatter", "z"] <= weights + 2
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_weights_that_are_not_kept_are_gathered_for_each_pass(ranks):
     for weights, calls, _ in ranks(4).run(calls_of_a_step, {"pipe": 2, "z": 2}, "1f1b", 4, reshard="after_forward"):
         assert calls["all_gather", "z"] >= 2 * 4 * (weights - 2)
@@ -123,7 +124,7 @@ def bytes_over_pipe(sizes: dict[str, int], rows: int, layers: int) -> int:
     return sum(call.bytes_sent for call in counts.calls if call.kind == "message")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_with_gpus_and_batch_fixed_a_stage_sends_in_proportion_to_the_number_of_stages(ranks):
     """Lemma 3.3.1. Of two stages there is no inner one: the first ones are compared."""
     shallow = ranks(4).run(bytes_over_pipe, {"pipe": 2, "data": 2}, 8, 4)
@@ -212,6 +213,7 @@ def _expire(ref: StorageWeakRef, seconds: float = LIMIT) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "message-driven"])
 @pytest.mark.parametrize("recompute", ["none", "full", "products"])
@@ -232,8 +234,7 @@ def live_bytes(schedule: str, steps: int) -> list[int]:
     return found
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven"])
 def test_memory_is_flat_over_ten_steps(ranks, schedule):
     for found in ranks(2).run(live_bytes, schedule, 10):

@@ -99,6 +99,7 @@ def test_a_class_that_a_peer_names_is_neither_imported_nor_called(name):
     assert "antigravity" not in sys.modules
 
 
+@pytest.mark.long
 def test_thousands_of_mutated_messages_are_read_or_refused():
     layouts = OutputLayouts()
     for number, output in enumerate(OUTPUTS):

@@ -153,6 +153,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.long
 def test_each_misuse_is_answered_on_all_ranks_with_what_would_do(ranks):
     for messages in ranks(2).run(refusals):
         assert messages.keys() == EXPECTED.keys()
@@ -312,6 +313,7 @@ def refusals_of_one_rank() -> dict[str, str]:
     return {"model": model, "options": options, "step": step}
 
 
+@pytest.mark.long
 def test_what_one_rank_refuses_all_refuse_before_their_limit(ranks):
     reasons = {
         "model": "layers.3.table: an embedding with max_norm",

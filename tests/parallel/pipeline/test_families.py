@@ -66,6 +66,7 @@ def _train(model: torch.nn.Module, grid: Grid, batch: dict[str, torch.Tensor], s
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("family", "task"), zoo.list_families())
 @pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 2, "x": 2}, {"pipe": 2, "z": 2}], ids=str)
@@ -164,7 +165,8 @@ def inputs_cases() -> list[tuple[str, str]]:
     return without + [(name, how) for name in ("llama", "gpt_neox", "qwen2") for how in ("of each row", "of all rows")]
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "positions"), inputs_cases())
 @pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 3}, {"pipe": 2, "x": 2}, {"pipe": 2, "data": 2}], ids=str)
 def test_masks_positions_and_pictures_reach_the_stages_that_need_them(ranks, sizes, name, positions):

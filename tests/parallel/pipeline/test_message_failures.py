@@ -119,6 +119,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "fault", "world", "repeat"), CASES)
 def test_the_rank_at_which_a_failure_began_is_named_by_all_others(kind, fault, world, repeat, pool, tmp_path):

@@ -122,7 +122,7 @@ def exchange_at_random(kind, seed, steps, messages, largest, device="cpu"):
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("stretto-messages")]
 
 
-@pytest.mark.sampled(6, quick=2)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_random_messages_arrive_whole(ranks, kind, world):
@@ -177,7 +177,8 @@ def test_messages_of_many_slots_wrap_around_the_ring(ranks):
     ranks(2).run(exchange_listed, "shared memory", CHANGING, {"slot_bytes": (1 << 15) + 64, "slots": 3})
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_thousands_of_small_messages(kind, ranks):
     ranks(2).run(exchange_listed, kind, [(place % 7,) for place in range(1000)], {})
@@ -212,7 +213,8 @@ def send_before_taking(kind):
             store.set("rank 1 has ended its step", "")
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", TRANSPORTS)
 def test_messages_move_while_their_receiver_computes(kind, ranks):
     ranks(3).run(send_before_taking, kind)

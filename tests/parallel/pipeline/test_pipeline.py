@@ -137,7 +137,7 @@ def check_together(ranks: Callable[[int], Ranks], runs: list[tuple[Run, Case]]) 
     assert wrong == {}
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_any_number_of_micro_batches_trains(ranks, schedule):
     """From one to one more than there are stages, which is the limit of those in flight."""
@@ -160,8 +160,7 @@ def test_blocks_that_are_computed_again_train_in_every_mode(ranks, schedule, gri
     check_together(ranks, [(run, make_case("llama-like", run, 2, layers=layers))])
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb-h1", "dualpipe-v", "message-driven, forward"])
 @pytest.mark.parametrize(
     "options",
@@ -178,7 +177,7 @@ def test_weights_may_be_gathered_and_gradients_scattered_at_other_times(ranks, s
     check_together(ranks, [(run, make_case("gpt2-like", run, 4, layers=4))])
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v", "message-driven, backward"])
 @pytest.mark.parametrize("recompute", ["none", "full", "products"])
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -244,6 +244,7 @@ def train_without_parameters(what: str) -> tuple[bool, float, list[str]]:
     return decides, loss, [name for name, parameter in optimizer.parameters.items() if parameter.requires_grad]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["no parameters", "frozen experts"])
 def test_ranks_without_trained_parameters_take_part_in_a_step_and_its_update(ranks, what):
     count = 2 if what == "no parameters" else 4
@@ -286,7 +287,8 @@ def dropout_cases() -> list[tuple[str, dict[str, int], str]]:
     return found
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("schedule", "grid", "recompute"), dropout_cases(), ids=str)
 def test_dropout_drops_the_elements_of_the_batch_that_one_rank_drops(ranks, schedule, grid, recompute):
     batch, setup = text(16), Setup(grid, schedule, 2, {"recompute": recompute})
@@ -391,7 +393,8 @@ def situation_of_rank(setup: Setup, name: str) -> dict[str, float]:
     return situation(name, setup, Grid(**setup.grid))
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "message-driven"])
 @pytest.mark.parametrize("grid", [{"pipe": 2, "data": 2}, {"pipe": 2, "z": 2}, {"pipe": 2, "x": 2}], ids=str)
 @pytest.mark.parametrize("options", [{}, {"reshard": "gradients_after_step"}, {"recompute": "full"}], ids=str)

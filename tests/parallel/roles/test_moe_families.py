@@ -127,7 +127,8 @@ def check(ranks: Any, family: str, sizes: dict[str, Any]) -> None:
             )
 
 
-@pytest.mark.sampled(3, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_with_divided_experts_as_on_one_rank(ranks, family):
     check(ranks, family, GRIDS[ONE_GRID])

@@ -195,6 +195,7 @@ def test_a_node_is_read_as_it_was_written(node):
     assert decode_node(encode_node(node)) == node
 
 
+@pytest.mark.long
 @settings(max_examples=30)
 @given(st.lists(st.lists(nodes, max_size=3).map(tuple), min_size=1, max_size=3))
 def test_a_trace_is_read_as_it_was_written(tmp_path_factory, ranks):
@@ -205,6 +206,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path_factory, ranks):
     assert read_chakra(prefix) == trace
 
 
+@pytest.mark.long
 def test_random_bytes_are_read_or_refused_in_one_line(tmp_path):
     def case(rng):
         data = bytearray(rng.choice([BY_HAND, bytes([len(BY_GOOGLE) & 127 | 128, len(BY_GOOGLE) >> 7]) + BY_GOOGLE]))

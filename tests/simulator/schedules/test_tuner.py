@@ -40,6 +40,7 @@ def test_small_buffers_go_in_few_steps_by_ll(tuner):
     assert seconds < 30e-6
 
 
+@pytest.mark.long
 def test_large_buffers_go_by_simple_and_many_instances(tuner):
     best, _ = tuner.tune(64 << 20)[0]
     assert best.protocol == "Simple"
@@ -64,6 +65,7 @@ def test_unknown_collectives_and_uneven_nodes_are_refused():
         ScheduleTuner("allreduce", topology, COSTS, nodes=3)
 
 
+@pytest.mark.long
 def test_it_imports_no_torch():
     code = "import sys, stretto.simulator.schedules; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

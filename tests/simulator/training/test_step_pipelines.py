@@ -77,6 +77,7 @@ def test_a_stage_is_exposed_to_the_messages_that_it_receives():
     assert last[0].end - last[0].start == pytest.approx(3e-3, rel=0.02)
 
 
+@pytest.mark.long
 def test_long_pipelines_stay_cheap():
     config = configure({"pipe": 8}, 1, schedule="1f1b")
     step = simulate_step(workload(layers=32, batch=256), config, made_up())

@@ -78,12 +78,12 @@ def check_grids(ranks: MakeRanks, tmp_path: Path, make: Any, *grids: dict[str, i
             assert torch.equal(read_tensor(again, entries_again[name]), read_tensor(first, entry)), (grid, name)
 
 
+@pytest.mark.long
 def test_another_grid_reads_and_writes_the_same_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
     check_grids(ranks, tmp_path, runs.make_gpt, {}, {"y": 2})
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("make", [runs.make_gpt, runs.make_hugging_face_gpt2])
 def test_many_grids_read_and_write_the_same_numbers(ranks: MakeRanks, tmp_path: Path, make: Any) -> None:
     check_grids(ranks, tmp_path, make, {}, {"y": 2}, {"x": 2, "z": 2}, {"data": 2, "x": 2})
@@ -95,6 +95,7 @@ def test_grids_of_eight_read_and_write_the_same_numbers(ranks: MakeRanks, tmp_pa
     check_grids(ranks, tmp_path, make, {"x": 4, "z": 2}, {"data": 2, "x": 2, "y": 2})
 
 
+@pytest.mark.long
 def test_replicated_state_is_written_once(ranks: MakeRanks, tmp_path: Path) -> None:
     weights = ranks(4).run(runs.save_trained, runs.make_gpt, {"data": 2, "y": 2}, tmp_path)[0]
     written = sum(

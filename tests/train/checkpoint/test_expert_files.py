@@ -293,6 +293,7 @@ def read_on_grid(folder: Path, sizes: dict[str, int]) -> tuple[dict[str, Tensor]
     return {name: gather(tensor).detach() for name, tensor in held.items()}, count, local
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
     [

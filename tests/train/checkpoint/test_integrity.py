@@ -348,7 +348,8 @@ def resumed(out: Path, resume: object, *overrides: str) -> Any:
     return runs.configure(out, "grid.x=2", "train.checkpoint_every=2", f"train.resume={resume}", *overrides)
 
 
-@pytest.mark.parametrize("state", ["fp32", pytest.param("host", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["fp32", pytest.param("host", marks=pytest.mark.exhaustive)])
 def test_latest_takes_the_previous_checkpoint_and_warns_once(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path, state: str
 ) -> None:
@@ -368,6 +369,7 @@ def test_latest_takes_the_previous_checkpoint_and_warns_once(
     assert losses == pytest.approx(trained[1], rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_damaged_index_that_one_rank_reads_is_passed_over_by_all(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
@@ -398,6 +400,7 @@ def test_a_checkpoint_that_is_named_is_refused_and_the_one_before_is_named(
         find_checkpoint(tmp_path, newest)
 
 
+@pytest.mark.long
 def test_latest_is_refused_if_all_checkpoints_are_damaged(
     ranks: MakeRanks, trained: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from tests.ops import confirmed
 from tests.train import runs
@@ -27,6 +28,7 @@ def choose_and_gather(folder):
         return gathered, timed.count, gather_choices() == gathered
 
 
+@pytest.mark.long
 def test_all_ranks_gather_the_choices_that_a_resumed_run_makes(interpret, tmp_path):
     (gathered, timed, is_same), other = interpret(2, choose_and_gather, str(tmp_path))
     assert other == (gathered, timed, is_same) == (gathered, 0, True)
@@ -47,6 +49,7 @@ def train_twice(out):
         choices.restore_choices({})
 
 
+@pytest.mark.long
 def test_a_run_restores_its_checkpoints_choices(ranks, tmp_path):
     [(stored, restored)] = ranks(1).run(train_twice, tmp_path / "run")
     assert stored["0,1"].choices == restored["0,1"].choices == LIBRARY

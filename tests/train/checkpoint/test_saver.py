@@ -35,6 +35,7 @@ def names(out: Path) -> list[str]:
 # --- the copy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_async", "grid"),
     [
@@ -52,6 +53,7 @@ def test_a_checkpoint_has_the_state_of_its_step_whatever_follows(
         assert set(differences.values()) == {0.0}
 
 
+@pytest.mark.long
 def test_a_save_returns_before_it_is_written_and_waits_for_the_one_before(ranks: MakeRanks, tmp_path: Path) -> None:
     (happened,) = ranks(1).run(saver_runs.save_three_times, tmp_path)
     for step in (1, 2):
@@ -162,6 +164,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_it_is_begun(ranks: Mak
     assert names(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_async", "step"),
     [
@@ -214,6 +217,7 @@ def test_a_write_that_outlasts_a_failed_rank_is_given_up_and_never_becomes_whole
     assert names(tmp_path) == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("forks_processes")
 @pytest.mark.parametrize(
     ("entry", "reason"),
@@ -232,6 +236,7 @@ def test_a_rank_that_fails_while_a_checkpoint_is_written_leaves_nothing_of_it(
     assert names(out) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_signal_while_a_checkpoint_is_written_leaves_it_and_that_of_the_stop(
     ranks: MakeRanks, tmp_path: Path, rank: int
@@ -250,6 +255,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_it_and_that_of_the_stop(
 # --- which are kept
 
 
+@pytest.mark.long
 def test_a_run_keeps_the_newest_some_for_ever_and_the_best(ranks: MakeRanks, tmp_path: Path) -> None:
     out = tmp_path / "run"
     overrides = ["train.steps=7", "train.checkpoint_every=1", "train.evaluate_every=1", "data.evaluation_sequences=8"]

@@ -31,6 +31,7 @@ def trained(pool: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.
     return request.param, out, Ranks(pool, 4).run(runs.save_trained, request.param, {"x": 2, "z": 2}, out)[0]
 
 
+@pytest.mark.long
 def test_an_exported_file_has_every_weight_once_under_its_name(trained: Any, tmp_path: Path) -> None:
     _, out, weights = trained
     assert export_safetensors(out, tmp_path / "new" / "model.safetensors") == [tmp_path / "new" / "model.safetensors"]
@@ -60,7 +61,7 @@ def test_a_large_model_goes_to_several_files_with_an_index(trained: Any, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "grid", [{}, {"x": 2, "y": 2}, pytest.param({"data": 2, "x": 2, "z": 2}, marks=pytest.mark.long)]
+    "grid", [{}, {"x": 2, "y": 2}, pytest.param({"data": 2, "x": 2, "z": 2}, marks=pytest.mark.exhaustive)]
 )
 def test_every_grid_imports_the_same_weights(
     ranks: MakeRanks, trained: Any, tmp_path: Path, grid: dict[str, int]

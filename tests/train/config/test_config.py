@@ -210,6 +210,19 @@ def test_features_of_gpus_raise_on_a_cpu(option: str) -> None:
         resolve_device(config)
 
 
+def test_invariance_takes_what_an_engine_takes() -> None:
+    whole = ["train.invariant=true", "ranks=2"]
+    shapeless = ["model.path=there", *(f"model.{name}=none" for name in ("name", "layers", "hidden", "heads"))]
+    assert "train.invariant is on, but the model is a GPT of stretto's" in refusal(*whole, "grid.x=2")
+    for override, words in (
+        ("grid.y=2", "but grid.y is 2: 1 would do"),
+        ("grid.context=2", "but grid.context is 2: 1 would do"),
+        ("grid.pipe=2", "into 2 stages: one would do"),
+    ):
+        assert words in refusal(*whole, *shapeless, override)
+    assert "but train.dtype is 'fp8': 'bf16' would do" in refusal(*shapeless, whole[0], "train.dtype=fp8")
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
@@ -324,6 +337,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 numbers = st.floats(min_value=1e-300, max_value=1e300, allow_nan=False)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=50)
 @given(
     paths=texts | st.lists(texts, min_size=1), lr=numbers, clip=st.none() | numbers, micro=st.sampled_from([None, 2])

@@ -24,6 +24,7 @@ def corpus() -> str:
     return text
 
 
+@pytest.mark.long
 def test_the_corpus_is_a_megabyte_of_documentation_and_imports_nothing(corpus: str) -> None:
     assert len(corpus.encode()) > 1_000_000
     assert "\x00" not in corpus

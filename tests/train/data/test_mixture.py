@@ -36,7 +36,8 @@ def make_mixture(folder: Path, rng: np.random.Generator) -> MixedDataset:
     return mixture
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mixture", range(10))
 def test_every_grid_and_every_resumption_reads_one_stream_of_tokens(tmp_path: Path, mixture: int) -> None:
     """10 random mixtures, 5 grids, 3 steps from which another grid goes on."""
@@ -63,7 +64,7 @@ def test_every_grid_and_every_resumption_reads_one_stream_of_tokens(tmp_path: Pa
     assert len(found) == 1, f"seed {mixture}"
 
 
-@pytest.mark.sampled(8, quick=3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(8))
 def test_shares_are_those_of_the_weights_at_any_place_of_the_order(seed: int) -> None:
     """Of any n sequences from the start on, as many as the weights say, but for one or two; each source in epochs."""

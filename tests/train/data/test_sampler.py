@@ -28,6 +28,7 @@ def test_every_epoch_holds_every_sequence_once_also_where_batches_cross_epochs(
         assert sorted(order[epoch * length : (epoch + 1) * length].tolist()) == list(range(length))
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(length=st.integers(1, 10**12), seed=st.integers(0, 2**32), batches=st.permutations([1, 4, 6, 12]))
 def test_the_order_does_not_depend_on_the_batch(length: int, seed: int, batches: list[int]) -> None:

@@ -75,7 +75,8 @@ def test_a_gpt_attends_within_documents(positions: str) -> None:
         torch.testing.assert_close(packed[row], torch.cat(apart), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize("number", range(len(GRIDS)))
 def test_the_losses_are_those_of_documents_one_at_a_time(ranks: Any, tmp_path: Path, kind: str, number: int) -> None:
@@ -121,6 +122,7 @@ RESUMED = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -159,6 +161,7 @@ def test_averages_and_a_ramp_go_on_in_bits_on_the_same_grid_and_in_one_order_on_
     assert len(averages) == sum(name.startswith("model.") for name in names)
 
 
+@pytest.mark.long
 def test_a_resumed_run_names_the_files_that_have_changed(ranks: Any, tmp_path: Path) -> None:
     """And a run measures its machines before it trains."""
     mixture = write_mixture(tmp_path)

@@ -54,9 +54,10 @@ def evaluations_of(out: Path) -> dict[int, Any]:
     return {line["step"]: line["evaluation_loss"] for line in runs.metrics_of(out) if "evaluation_loss" in line}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sizes",
-    [{"data": 4}, *(pytest.param(sizes, marks=pytest.mark.sampled(1, quick=0)) for sizes in every_grid(8))],
+    [{"data": 4}, *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in every_grid(8))],
     ids=lambda sizes: "x".join(map(str, sizes.values())),
 )
 def test_the_loss_is_that_of_plain_pytorch_on_every_grid_of_8(
@@ -75,7 +76,7 @@ def test_the_loss_is_that_of_plain_pytorch_on_every_grid_of_8(
     assert line["perplexity"] == pytest.approx(math.exp(line["evaluation_loss"]))
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_conversations_count_by_their_targets_and_not_by_their_number(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     words = runs.TEXT.split()
@@ -90,6 +91,7 @@ def test_conversations_count_by_their_targets_and_not_by_their_number(ranks: Mak
     assert evaluations_of(config.out)[1] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_run_is_evaluated_when_it_is_due_and_trains_as_one_that_is_not(ranks: MakeRanks, tmp_path: Path) -> None:
     """Dropout is off in an evaluation, and on again afterwards."""
     options = ("grid.z=2", "train.steps=3", "model.dropout=0.5")

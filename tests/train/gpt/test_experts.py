@@ -119,7 +119,8 @@ GRIDS = {
 }
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("balance", [BIAS, SWITCH], ids=["bias", "switch"])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_a_run_is_plain_training_with_the_losses_written_out(
@@ -139,6 +140,7 @@ def test_a_run_is_plain_training_with_the_losses_written_out(
             torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12, check_dtype=False)
 
 
+@pytest.mark.long
 def test_biases_are_those_of_all_micro_batches_of_a_step(ranks: MakeRanks, tmp_path: Path) -> None:
     whole = run(ranks, tmp_path / "whole", *BIAS, "train.steps=3")
     cut = run(ranks, tmp_path / "cut", *BIAS, "train.steps=3", "train.micro_batch=1")
@@ -157,6 +159,7 @@ def test_biases_are_those_of_all_micro_batches_of_a_step(ranks: MakeRanks, tmp_p
 CAPACITY = ("model.capacity_factor=0.75", "model.balance=none", "train.steps=3")
 
 
+@pytest.mark.long
 def test_tokens_beyond_the_capacity_are_dropped_in_the_order_of_ranks(ranks: MakeRanks, tmp_path: Path) -> None:
     one = run(ranks, tmp_path / "one", *CAPACITY)
     four = run(ranks, tmp_path / "four", *CAPACITY, "grid.data=2", "grid.x=2", "grid.expert=2")
@@ -167,6 +170,7 @@ def test_tokens_beyond_the_capacity_are_dropped_in_the_order_of_ranks(ranks: Mak
     assert all(line["dropped_tokens"][0] >= 0.25 * 8 * 16 * 2 for line in one)
 
 
+@pytest.mark.long
 def test_evaluation_drops_no_token_and_changes_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
     options = (*CAPACITY[:1], *BIAS, "train.steps=3")
     plain = run(ranks, tmp_path / "plain", *options, "data.evaluation_sequences=9")
@@ -189,7 +193,8 @@ def test_evaluation_drops_no_token_and_changes_nothing(ranks: MakeRanks, tmp_pat
     assert dropping[-1]["loss"] != dropless[-1]["loss"]
 
 
-@pytest.mark.parametrize("state", ["fp32", pytest.param("device", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("state", ["fp32", pytest.param("device", marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_has_the_biases_it_had(ranks: MakeRanks, tmp_path: Path, state: str) -> None:
     options = [*BIAS, "grid.data=2", "grid.expert=2", "train.checkpoint_every=2", "train.steps=4"]
     if state == "device":
@@ -203,6 +208,7 @@ def test_a_resumed_run_has_the_biases_it_had(ranks: MakeRanks, tmp_path: Path, s
     assert bias.abs().max() > 0.015
 
 
+@pytest.mark.long
 def test_a_checkpoint_resumes_with_other_coefficients_and_not_with_another_router(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -221,7 +227,7 @@ def test_a_checkpoint_resumes_with_other_coefficients_and_not_with_another_route
         run(ranks, tmp_path / "other", *SWITCH, resume, "train.steps=2", "model.experts_per_token=1")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_loss_scale_multiplies_the_routers_losses_too(ranks: MakeRanks, tmp_path: Path) -> None:
     options = ["train.dtype=fp16", "train.optimizer_state=device", "train.optimizer=adamw", "train.steps=1"]
     options += [*SWITCH, "model.balance_loss=5.0", "train.micro_batch=4", "train.clip=none"]

@@ -42,6 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "tied", "options"),
@@ -53,6 +54,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("opt", True, ["train.micro_batch=2"]),  # has no roles: sharded by blocks
         ("opt", True, ["train.recompute=full"]),
         ("mistral", False, ["train.shard_sequence=true"]),
+        ("qwen3", False, ["train.shard_sequence=true", "train.invariant=true"]),
         ("qwen3", True, []),
         ("gpt_neox", False, []),  # transformers renames its head when it reads the file
         ("gpt_oss", False, ["train.micro_batch=2"]),  # attention sinks, experts
@@ -77,7 +79,7 @@ def test_ten_steps_on_a_grid_are_those_of_plain_pytorch(
     assert after == before
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_both_matrices_of_a_folder_whose_config_ties_them_are_trained_resumed_and_exported(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -133,6 +135,7 @@ def tuned(pool: Any, gpt2: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return out
 
 
+@pytest.mark.long
 def test_the_command_exports_a_folder_in_another_dtype_and_with_the_tokenizer_of_a_copy(
     tuned: Path, gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,7 +180,7 @@ def train_by_name(config: TrainConfig, cache: str) -> None:
         runs.train_quietly(config)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_public_model_is_trained_by_its_name_from_one_seed_on_every_grid_and_is_transformers(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -208,7 +211,7 @@ def test_a_gpt_is_not_exported_as_a_folder(tmp_path: Path, ranks: MakeRanks) -> 
         export_folder(config.out, tmp_path / "gpt")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_loss_of_conversations_is_the_mean_over_the_assistants_messages_on_any_grid(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -226,7 +229,7 @@ def test_the_loss_of_conversations_is_the_mean_over_the_assistants_messages_on_a
     assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     whole = model_folders.configure(tmp_path / "whole", folder, "grid.z=2", "train.steps=4", "train.checkpoint_every=2")

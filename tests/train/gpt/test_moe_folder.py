@@ -80,7 +80,7 @@ def test_ten_steps_with_divided_experts_are_those_of_plain_pytorch_and_are_expor
     torch.testing.assert_close(model_folders.logits_of(tuned), model_folders.logits_of(plain), atol=2e-5, rtol=0)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", EACH_FAMILY)
 def test_an_export_before_any_training_has_the_tensors_of_the_folder_in_bits(
     ranks: MakeRanks, tmp_path: Path, family: str
@@ -104,6 +104,7 @@ def test_an_export_before_any_training_has_the_tensors_of_the_folder_in_bits(
     preflight(model_folders.configure(tmp_path / "again", tmp_path / "exported"))
 
 
+@pytest.mark.long
 def test_a_folder_whose_dropout_was_switched_off_is_exported_under_its_own_names(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_folder_whose_dropout_was_switched_off_is_exported_under_its_own_names
     assert load_file(tmp_path / "exported" / SINGLE).keys() == load_file(folder / SINGLE).keys()
 
 
+@pytest.mark.long
 def test_a_folder_in_fp8_is_exported_in_bf16_without_entries_for_fp8_or_further_layers(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_a_load_balancing_loss_of_each_micro_batch_is_refused(tmp_path: Path) ->
         preflight(model_folders.configure(run, folder, "grid.pipe=2"))
 
 
+@pytest.mark.long
 def test_a_folder_of_another_name_for_the_same_experts_names_those_of_the_export(
     ranks: MakeRanks, tmp_path: Path
 ) -> None:

@@ -101,8 +101,7 @@ def test_separate_optimizer_state_is_stepped_and_resumed_on_two_stages(ranks: Ma
     check_state_apart(ranks, tmp_path, {"pipe": 2}, "1f1b", "device", tied=True)
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("state", ["device", "host"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "message-driven"])
@@ -112,7 +111,7 @@ def test_separate_optimizer_state_is_stepped_and_resumed_on_each_stage(
     check_state_apart(ranks, tmp_path, {"pipe": 2, "data": 2}, schedule, state, tied)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_model_folder_is_trained_in_stages(ranks: MakeRanks, tmp_path: Path) -> None:
     folder = model_folders.write_folder(tmp_path / "model")
     options = ["model.layers=none", "model.hidden=none", "model.heads=none", f"model.path={folder}", "train.steps=2"]

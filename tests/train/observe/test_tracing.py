@@ -61,7 +61,7 @@ def test_with_overlap_collectives_run_while_products_do_and_without_it_none_does
     pytest.fail(f"no collective of one of the axes ran under a product, only {seen}")
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_trace_names_each_axis_that_communicates(ranks: MakeRanks, tmp_path: Path) -> None:
     timeline = trace(ranks, tmp_path / "z", "grid.x=2", "grid.z=2", "train.steps=1")
     assert timeline.rows == ("compute", "x", "z", "other")
@@ -72,6 +72,7 @@ def test_a_trace_names_each_axis_that_communicates(ranks: MakeRanks, tmp_path: P
     assert "x" not in trace(ranks, tmp_path / "alone", "train.steps=1").rows
 
 
+@pytest.mark.long
 def test_a_trace_is_json_in_chromes_format_and_the_summary_has_its_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
     timeline = trace(ranks, tmp_path, "grid.x=2")
     content = json.loads((tmp_path / "trace.json").read_text())
@@ -89,7 +90,7 @@ def test_a_trace_is_json_in_chromes_format_and_the_summary_has_its_numbers(ranks
     ]
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_pipelines_bubbles_and_messages_are_rows_of_the_timeline(ranks: MakeRanks, tmp_path: Path) -> None:
     """The first of two stages waits for each gradient: the second stage computes meanwhile."""
     stages = ["grid.pipe=2", "train.steps=3", "train.micro_batch=2", "pipeline.schedule=gpipe"]
@@ -123,6 +124,7 @@ def test_tracing_changes_no_bit(ranks: MakeRanks, tmp_path: Path) -> None:
     assert numbers[0] == numbers[1]
 
 
+@pytest.mark.long
 def test_a_run_without_tracing_leaves_no_trace_of_the_one_before(ranks: MakeRanks, tmp_path: Path) -> None:
     trace(ranks, tmp_path, "train.steps=1")
     ranks(1).run(runs.train_quietly, runs.configure(tmp_path, "train.steps=1"))
@@ -130,7 +132,7 @@ def test_a_run_without_tracing_leaves_no_trace_of_the_one_before(ranks: MakeRank
     assert "measured" not in json.loads((tmp_path / "summary.json").read_text())
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_run_that_is_stopped_between_traced_steps_has_a_trace_of_one(ranks: MakeRanks, tmp_path: Path) -> None:
     config = runs.configure(tmp_path, "grid.x=2", "train.trace=true")
     ranks(2).run(runs.train_and_stop, config, step=3, rank=1)  # which stops after step 4
@@ -144,6 +146,7 @@ def train_twice(first: Any, then: Any) -> None:
     runs.train_quietly(then)
 
 
+@pytest.mark.long
 def test_a_traced_step_that_fails_leaves_no_profiler_behind(ranks: MakeRanks, tmp_path: Path) -> None:
     fails = ["train.lr=1e300", "train.warmup_steps=0", "train.clip=none", "train.dtype=fp64", "train.optimizer=sgd"]
     first = runs.configure(tmp_path / "first", "train.trace=true", "train.steps=2", *fails)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
-from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels
+from stretto.ops.decoding.paged_kernels import INVARIANT, SINGLES, SPLIT, PagedCall, attend_by_kernels, find_tiles
 from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape
 from stretto.tiles import INTERPRETED
 
@@ -76,7 +76,7 @@ def _run(
     call = PagedCall(
         q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window, is_invariant=invariant
     )
-    obstacle = _find_obstacle(call)
+    obstacle = find_obstacle(call)
     if implementation == "library" or (implementation == "auto" and obstacle):
         return _attend_by_library(call)
     if obstacle:
@@ -84,7 +84,7 @@ def _run(
     return attend_by_kernels(call)
 
 
-def _find_obstacle(call: PagedCall) -> str:
+def find_obstacle(call: PagedCall) -> str:
     """Why the kernels cannot run this call; "" if they can."""
     if call.q.device.type == "cpu" and not INTERPRETED.value:
         return "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
@@ -92,6 +92,10 @@ def _find_obstacle(call: PagedCall) -> str:
         return f"heads have up to {MAX_SIZE} numbers, not {call.q.shape[2]}"
     if call.keys.stride() != call.values.stride():
         return f"the caches have different strides, {call.keys.stride()} and {call.values.stride()}"
+    try:
+        find_tiles(call, INVARIANT if call.is_invariant else SINGLES)
+    except ValueError as error:
+        return str(error)
     return ""
 
 

@@ -7,8 +7,12 @@ of two (scale times log2 e). A partial result is the sum of weighted values, the
 Invariant: keys are split at multiples of `SPLIT`, whatever the length. Each split has a partial result of its own, and
 these are merged one after another: by `merge_splits` for a single token, in the program of a chunk's tile. Tiles have
 one shape, so that a token's sums are the same in both.
+
+For an engine one launch does all that attention of a decoding step is (`attend_new_tokens`): queries and keys are
+rotated as they are read, the new keys and values stored, and the program that ends a token's last split merges them.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 from stretto.memory.gpus import count_processors
 from stretto.ops.gemm import divide_up, fixed
 from stretto.tiles import INTERPRETED, Launches, kind_of
+from stretto.tiles.launches import count_shared_bytes
 
 SPLIT = 256
 """Keys of a split where bits must not depend on anything else."""
@@ -43,6 +48,7 @@ class PagedConfig(NamedTuple):
 SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
 INVARIANT = PagedConfig(64, 64, 4, 2)
+_LEAST = 16  # rows and keys that tensor cores take
 
 
 class PagedCall(NamedTuple):
@@ -65,10 +71,79 @@ def attend_by_kernels(call: PagedCall, singles: PagedConfig | None = None, chunk
     out = torch.empty_like(q) if offsets is None else torch.zeros_like(q)  # rows behind the last offset are nobody's
     if 0 in q.shape or 0 in call.table.shape:
         return out.zero_()
-    default = (INVARIANT, INVARIANT) if call.is_invariant else (SINGLES, CHUNKS)
-    _launch_singles(call, out, singles or default[0])
+    _launch_singles(call, out, find_tiles(call, singles or (INVARIANT if call.is_invariant else SINGLES)))
     if offsets is not None:
-        _launch_chunks(call, out, chunks or default[1])
+        _launch_chunks(call, out, find_tiles(call, chunks or (INVARIANT if call.is_invariant else CHUNKS)))
+    return out
+
+
+def find_tiles(call: PagedCall, config: PagedConfig) -> PagedConfig:
+    """The tiles of a call's kernel: with rows for a group's heads, and smaller where the GPU's shared memory is short.
+
+    ValueError where not even the smallest fit.
+    """
+    (heads, size), q = call.q.shape[1:], call.q
+    group = max(_LEAST, triton.next_power_of_2(heads // call.keys.shape[2]))
+    config = config._replace(rows=max(_LEAST if INTERPRETED.value else config.rows, group))
+    return fit_tiles(config, group, max(_LEAST, triton.next_power_of_2(size)), q.itemsize, count_shared_bytes(q.device))
+
+
+@lru_cache(maxsize=256)
+def fit_tiles(config: PagedConfig, group: int, dims: int, itemsize: int, limit: int) -> PagedConfig:
+    """The config with fewer stages, then keys, then rows, until a block takes at most `limit` bytes of shared memory.
+
+    By dtype and head alone, so that invariant calls of all lengths have the same tiles. ValueError if nothing fits.
+    """
+    while (needed := _estimate_bytes(config, dims, itemsize)) > limit:
+        if config.num_stages > 1:
+            config = config._replace(num_stages=config.num_stages - 1)
+        elif config.keys > _LEAST:
+            config = config._replace(keys=config.keys // 2)
+        elif config.rows > group:
+            config = config._replace(rows=config.rows // 2)
+        else:
+            raise ValueError(
+                f"a tile of {config.rows} queries with {dims} numbers of {itemsize} bytes takes {needed} bytes of "
+                f"shared memory, and a block here has {limit}"
+            )
+    return config
+
+
+def _estimate_bytes(config: PagedConfig, dims: int, itemsize: int) -> int:
+    """At least the shared memory of a block: queries, stages of keys and values, weights on their way to a product."""
+    tiles = 1 if config.num_stages == 1 else max(2, config.num_stages - 1)
+    weights = config.rows * config.keys * 4
+    return (config.rows + 2 * tiles * config.keys) * dims * itemsize + weights + 2048
+
+
+class NewTokens(NamedTuple):
+    """A decoding step's keys and values [tokens, kv heads, d], which are not in the cache yet, and all tokens' angles.
+
+    cos, sin: [tokens, d], contiguous. A token's heads are contiguous; strides: elements from a token to the next of
+    queries, keys and values.
+    """
+
+    key: Any
+    value: Any
+    cos: Any
+    sin: Any
+    query_stride: Any
+    key_stride: Any
+    value_stride: Any
+
+
+def attend_new_tokens(
+    call: PagedCall, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, arrivals: Tensor
+) -> Tensor:
+    """`rotate_and_store`, then the attention of one token a sequence, in one launch: [tokens, heads, d].
+
+    call: its q is not rotated, and its lengths (at least 1) count the tokens whose key and value are given here; they
+    are stored at their place. The caches are contiguous. arrivals: int32 [tokens * kv heads at least], 0 between calls,
+    of calls on one stream. As `rotate_and_store`, it takes heads of an even size.
+    """
+    out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    strides = call.q.stride(0), key.stride(0), value.stride(0)
+    _launch_singles(call, out, find_tiles(call, SINGLES), NewTokens(key, value, cos, sin, *strides), arrivals)
     return out
 
 
@@ -105,13 +180,13 @@ class PagedTiles(NamedTuple):
     sequences: Any
 
 
-def describe_tiles(call: PagedCall, config: PagedConfig, rows: int) -> PagedTiles:
+def describe_tiles(call: PagedCall, config: PagedConfig) -> PagedTiles:
     """The constants of a call's kernels."""
     heads, size = call.q.shape[1:]
     exact = torch.get_float32_matmul_precision() == "highest"
     constants = (
-        rows, config.keys, heads // call.keys.shape[2], size, max(16, triton.next_power_of_2(size)), call.keys.shape[1],
-        call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
+        config.rows, config.keys, heads // call.keys.shape[2], size, max(_LEAST, triton.next_power_of_2(size)),
+        call.keys.shape[1], call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
         triton.next_power_of_2(call.lengths.shape[0]),
     )  # fmt: skip
     return PagedTiles(*map(fixed, constants))
@@ -126,7 +201,8 @@ def _launch(
         *call.keys.stride()[:3],
     )  # fmt: skip
     launch = _launches.setdefault(call.q.device, Launches())
-    kinds = [float if isinstance(one, float) else kind_of(one) for one in (*cache, *arguments)]
+    flat = [each for one in arguments for each in (one if isinstance(one, NewTokens) else (one,))]
+    kinds = [float if isinstance(one, float) else kind_of(one) for one in (*cache, *flat)]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     key = *(one.value for one in shape), *kinds, *options.values()
     launch(kernel, key, programs, (cache, shape, *arguments), **options, enable_fp_fusion=not call.is_invariant)
@@ -147,17 +223,19 @@ def count_splits(call: PagedCall, config: PagedConfig) -> int:
     return max(1, min(wanted // pairs, _MAX_SPLITS, divide_up(most, config.keys)))
 
 
-def _launch_singles(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
+def _launch_singles(
+    call: PagedCall, out: Tensor, config: PagedConfig, new: NewTokens | None = None, arrivals: Tensor | None = None
+) -> None:
     sequences, kv_heads, (heads, size) = call.lengths.shape[0], call.keys.shape[2], call.q.shape[1:]
     splits = count_splits(call, config)
-    shape = describe_tiles(call, config, max(config.rows, 16, triton.next_power_of_2(heads // kv_heads)))
+    shape = describe_tiles(call, config)
     sums = stats = None
     if splits > 1:
         sums = out.new_empty(sequences, heads, splits, size, dtype=torch.float32)
         stats = out.new_empty(sequences, heads, splits, 2, dtype=torch.float32)
-    arguments = call.q, out, sums, stats, splits, call.scale * _LOG2_E
+    arguments = call.q, out, sums, stats, splits, call.scale * _LOG2_E, new, arrivals
     _launch(attend_singles, sequences * kv_heads * splits, call, shape, config, *arguments)
-    if sums is not None:
+    if sums is not None and arrivals is None:
         merging = config._replace(num_warps=1 if size <= 128 else 4)
         _launch(merge_splits, sequences * heads, call, shape, merging, out, sums, stats, heads, splits)
 
@@ -165,10 +243,9 @@ def _launch_singles(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
 def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
     tokens, heads, _ = call.q.shape
     sequences, kv_heads = call.lengths.shape[0], call.keys.shape[2]
-    rows = max(16 if INTERPRETED.value else config.rows, triton.next_power_of_2(heads // kv_heads))
-    tiles = tokens // (rows // (heads // kv_heads)) + sequences
+    tiles = tokens // (config.rows // (heads // kv_heads)) + sequences
     arguments = call.q, out, sequences, call.scale * _LOG2_E
-    shape = describe_tiles(call, config, rows)
+    shape = describe_tiles(call, config)
     _launch(attend_chunks, tiles * kv_heads, call, shape, config, *arguments)
 
 
@@ -245,12 +322,46 @@ def _find_split(length, index, splits, WINDOW: tl.constexpr, KEYS: tl.constexpr)
 
 
 @triton.jit
-def attend_singles(cache, shape, q, out, sums, stats, splits, scale):  # type: ignore[no-untyped-def]
+def _rotate(row, dims, inside, cos, sin, shape):  # type: ignore[no-untyped-def]
+    """heads * cos + (-second halves, first halves) * sin, of heads at pointers `row`: fp32 [., dims]."""
+    half: tl.constexpr = shape.size // 2
+    there = dims < shape.size
+    other = tl.where(dims < half, dims + half, dims - half)
+    c = tl.load(cos + dims, mask=there, other=0).to(tl.float32)
+    s = tl.load(sin + dims, mask=there, other=0).to(tl.float32)
+    head = tl.load(row + dims[None, :], mask=inside, other=0).to(tl.float32)
+    turned = tl.load(row + other[None, :], mask=inside, other=0).to(tl.float32)
+    return head * c[None, :] + turned * tl.where(dims < half, -s, s)[None, :]
+
+
+@triton.jit
+def _store_new(cache, shape, new, pages, sequence, kv_head, key, dims):  # type: ignore[no-untyped-def]
+    """Store a sequence's new key, rotated, and value of a kv head at their place, that of token `key`."""
+    one = tl.arange(0, 1)
+    inside = (one == 0)[:, None] & (dims < shape.size)[None, :]
+    page = tl.load(pages + key // shape.page).to(tl.int64)
+    place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
+    at = place + one[:, None] + dims[None, :]
+    row = new.key + sequence.to(tl.int64) * new.key_stride + kv_head * shape.size + one[:, None]
+    angle = sequence.to(tl.int64) * shape.size
+    rotated = _rotate(row, dims, inside, new.cos + angle, new.sin + angle, shape)
+    tl.store(cache.key_cache + at, rotated.to(cache.key_cache.dtype.element_ty), mask=inside)
+    row = new.value + sequence.to(tl.int64) * new.value_stride + kv_head * shape.size + one[:, None]
+    tl.store(cache.value_cache + at, tl.load(row + dims[None, :], mask=inside, other=0), mask=inside)
+
+
+@triton.jit
+def attend_singles(cache, shape, q, out, sums, stats, splits, scale, new, arrivals):  # type: ignore[no-untyped-def]
     """A split of the attention of a sequence's only new token, for the heads of one kv head.
 
     Of one split: into out; else a partial result into sums [sequences, heads, splits, d] and stats [.., 2]. Programs
-    of sequences with other numbers of new tokens, and of splits without keys, do nothing. Bytes: keys and values are
-    read once. Synchronization: none: programs own their splits, which `merge_splits` reads in the next launch.
+    of sequences with other numbers of new tokens, and of splits without keys, do nothing. new: None, or what is to be
+    rotated and stored: by the program whose split has the new token, and read by it alone, after a barrier. Bytes: keys
+    and values are read once.
+    Synchronization: without arrivals none: programs own their splits, which `merge_splits` reads in the next launch.
+    arrivals, a counter for each sequence and kv head, 0 before and after: partial results, a barrier of the block, an
+    addition (acquire and release, of the GPU's scope); the program that arrives last reads and merges all, from the
+    first split to the last, and sets the counter back. No program waits.
     """
     program = tl.program_id(0)
     split = program % splits
@@ -272,12 +383,20 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, scale):  # type: i
         heads = cache.kv_heads * shape.group
         inside = (row < shape.group)[:, None] & (dims < shape.size)[None, :]
         at = (first.to(tl.int64) * heads + head)[:, None] * shape.size + dims[None, :]
-        queries = tl.load(q + at, mask=inside, other=0)
+        pages = cache.table + sequence.to(tl.int64) * cache.width
+        if new is None:
+            queries = tl.load(q + at, mask=inside, other=0)
+        else:
+            angle = first.to(tl.int64) * shape.size
+            rows = q + first.to(tl.int64) * new.query_stride + head[:, None] * shape.size
+            queries = _rotate(rows, dims, inside, new.cos + angle, new.sin + angle, shape).to(q.dtype.element_ty)
+            if end == length:
+                _store_new(cache, shape, new, pages, sequence, kv_head, length - 1, dims)
+                tl.debug_barrier()
         most = tl.full((shape.rows,), float("-inf"), tl.float32)
         total = tl.zeros((shape.rows,), tl.float32)
         result = tl.zeros((shape.rows, shape.dims), tl.float32)
         position = row * 0 + length - 1
-        pages = cache.table + sequence.to(tl.int64) * cache.width
         most, total, result = _attend_keys(
             cache, shape, queries, pages, position, kv_head, begin, end, scale, most, total, result
         )
@@ -289,6 +408,52 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, scale):  # type: i
             tl.store(sums + place[:, None] * shape.size + dims[None, :], result, mask=inside)
             tl.store(stats + place * 2, most, mask=row < shape.group)
             tl.store(stats + place * 2 + 1, total, mask=row < shape.group)
+            if arrivals is not None:
+                tl.debug_barrier()
+                counter = arrivals + sequence * cache.kv_heads + kv_head
+                low, high = _find_used(shape, length, splits)
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == high - low - 1:
+                    _merge_rows(
+                        shape, out, sums, stats, sequence, first, head, row < shape.group, heads, splits, low, high
+                    )
+                    tl.store(counter, 0)
+
+
+@triton.jit
+def _find_used(shape, length, splits):  # type: ignore[no-untyped-def]
+    """(the first split that has keys, the last one + 1)."""
+    low = length * 0
+    if shape.window > 0:
+        low = tl.maximum(length - shape.window, 0)
+    if shape.split > 0:
+        begin = low // shape.split
+        end = tl.cdiv(length, shape.split)
+    else:
+        low = low // shape.keys * shape.keys if shape.window > 0 else low
+        part = tl.cdiv(tl.cdiv(length - low, shape.keys), splits) * shape.keys
+        begin = length * 0
+        end = tl.cdiv(length - low, tl.maximum(part, 1))
+    return begin, end
+
+
+@triton.jit
+def _merge_rows(shape, out, sums, stats, sequence, first, head, there, heads, splits, begin, end):  # type: ignore[no-untyped-def]
+    """Merge the partial results of some heads of a single token, from the first split to the last, into out."""
+    dims = tl.arange(0, shape.dims)
+    inside = there[:, None] & (dims < shape.size)[None, :]
+    most = tl.full(head.shape, float("-inf"), tl.float32)
+    total = tl.zeros(head.shape, tl.float32)
+    result = tl.zeros(inside.shape, tl.float32)
+    base = (sequence.to(tl.int64) * heads + head) * splits
+    for split in range(begin, end):
+        place = base + split
+        other = tl.load(sums + place[:, None] * shape.size + dims[None, :], mask=inside, other=0.0)
+        other_most = tl.load(stats + place * 2, mask=there, other=float("-inf"))
+        other_total = tl.load(stats + place * 2 + 1, mask=there, other=0.0)
+        most, total, result = _merge(most, total, result, other_most, other_total, other)
+    result = result / tl.where(total == 0, 1.0, total)[:, None]
+    at = (first.to(tl.int64) * heads + head)[:, None] * shape.size + dims[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -300,38 +465,14 @@ def merge_splits(cache, shape, out, sums, stats, heads, splits):  # type: ignore
     """
     program = tl.program_id(0)
     sequence = program // heads
-    head = program % heads
+    one = tl.arange(0, 1)
     first, count = _count_tokens(cache.offsets, sequence)
     length = tl.load(cache.lengths + sequence)
     if count == 1:
-        low = length * 0
-        if shape.window > 0:
-            low = tl.maximum(length - shape.window, 0)
-        if shape.split > 0:
-            begin = low // shape.split
-            end = tl.cdiv(length, shape.split)
-        else:
-            low = low // shape.keys * shape.keys if shape.window > 0 else low
-            part = tl.cdiv(tl.cdiv(length - low, shape.keys), splits) * shape.keys
-            begin = 0
-            end = tl.cdiv(length - low, tl.maximum(part, 1))
-        dims = tl.arange(0, shape.dims)
-        most = tl.full((1,), float("-inf"), tl.float32)
-        total = tl.zeros((1,), tl.float32)
-        result = tl.zeros((1, shape.dims), tl.float32)
-        base = (sequence.to(tl.int64) * heads + head) * splits
-        one = tl.arange(0, 1)
-        for split in range(begin, end):
-            place = base + split + one
-            other = tl.load(
-                sums + place[:, None] * shape.size + dims[None, :], mask=(dims < shape.size)[None, :], other=0.0
-            )
-            most, total, result = _merge(
-                most, total, result, tl.load(stats + place * 2), tl.load(stats + place * 2 + 1), other
-            )
-        result = result / tl.where(total == 0, 1.0, total)[:, None]
-        at = (first.to(tl.int64) * heads + head + one)[:, None] * shape.size + dims[None, :]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=(dims < shape.size)[None, :])
+        begin, end = _find_used(shape, length, splits)
+        _merge_rows(
+            shape, out, sums, stats, sequence, first, program % heads + one, one == 0, heads, splits, begin, end
+        )
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.invariant.kernels import Leaves, add_leaf, choose_blocks, pad_leaves
 from stretto.ops.invariant.matmul import multiply_by_torch, reduce_by_tree, round_sum
 from stretto.tiles import INTERPRETED
-from stretto.tiles.launches import Launches, kind_of
+from stretto.tiles.launches import Launches, count_shared_bytes, kind_of
 
 
 class ExpertTiles(NamedTuple):
@@ -66,7 +66,10 @@ def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, leaves: int, dtype: t
     processors = count_processors(rows.device.index) if rows.is_cuda else 0
     # As many rows as an expert has on average: others take more tiles, of the same bits.
     size = divide_up(rows.shape[0], experts)
-    blocks = choose_blocks(size, n, k // leaves, rows.element_size(), processors, has_one_leaf=leaves == 1)
+    shared = count_shared_bytes(rows.device)
+    blocks = choose_blocks(
+        size, n, k // leaves, rows.element_size(), processors, has_one_leaf=leaves == 1, shared=shared
+    )
     exact = torch.get_float32_matmul_precision() == "highest"
     constants = blocks.m, blocks.n, blocks.k, triton.next_power_of_2(experts), "ieee" if exact else "tf32"
     tiles = ExpertTiles(n, k, experts, *weight.stride(), *map(fixed, constants))

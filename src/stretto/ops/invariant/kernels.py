@@ -31,10 +31,12 @@ from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_wo
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
 from stretto.ops.small_m import PacketExchange, count_bytes, send_tile
-from stretto.tiles.launches import Launches
+from stretto.tiles.launches import Launches, count_shared_bytes
 
 _MIN_DEPTH = 16  # of a step over k
-_STAGE_BYTES = 160 << 10  # of shared memory for stages
+_STAGE_BYTES = 160 << 10  # of shared memory for stages, at most
+_OTHER_BYTES = 16 << 10  # of shared memory, for what is not a stage
+_HOPPER_BYTES = 227 << 10  # that a block may have
 _BUSY = 0.7  # the part of the multiprocessors that should have a tile of few rows
 
 
@@ -45,10 +47,20 @@ class Leaves(NamedTuple):
     count: Any
 
 
-def choose_blocks(m: int, n: int, leaf: int, itemsize: int, processors: int, *, has_one_leaf: bool = False) -> Blocks:
+def choose_blocks(
+    m: int,
+    n: int,
+    leaf: int,
+    itemsize: int,
+    processors: int,
+    *,
+    has_one_leaf: bool = False,
+    shared: int = _HOPPER_BYTES,
+) -> Blocks:
     """Tile sizes for a product; a step over k divides the leaf. processors: 0 where kernels are interpreted.
 
-    has_one_leaf: no other sums have to be kept in registers, so that a tile may be wider.
+    has_one_leaf: no other sums have to be kept in registers, so that a tile may be wider. shared: bytes of a block's
+    shared memory.
     """
     most = max(_MIN_DEPTH, leaf & -leaf)
     if not processors:
@@ -56,12 +68,19 @@ def choose_blocks(m: int, n: int, leaf: int, itemsize: int, processors: int, *, 
     if m <= 64:
         widths = [width for width in (128, 64, 32) if divide_up(n, width) >= _BUSY * processors] or [16]
         blocks = Blocks(64, max(widths), min(most, 256 // itemsize), 1, 4, 0, 0)
-    elif has_one_leaf and itemsize <= 2 and divide_up(m, 128) * divide_up(n, 256) >= processors:
+    elif (
+        has_one_leaf
+        and itemsize <= 2
+        and shared >= _HOPPER_BYTES
+        and divide_up(m, 128) * divide_up(n, 256) >= processors
+    ):
         return Blocks(128, 256, min(most, 64), 8, 8, 4, 0)
     else:
         blocks = Blocks(128, 128, min(most, 128 // itemsize), 8, 8, 0, 0)
-    stage = (blocks.m + blocks.n) * blocks.k * itemsize
-    return blocks._replace(num_stages=max(2, min(6, _STAGE_BYTES // stage)))
+    most, stage = min(_STAGE_BYTES, shared - _OTHER_BYTES), (blocks.m + blocks.n) * itemsize
+    while 2 * stage * blocks.k > most and blocks.k > _MIN_DEPTH:
+        blocks = blocks._replace(k=blocks.k // 2)
+    return blocks._replace(num_stages=max(2, min(6, most // (stage * blocks.k))))
 
 
 def pad_leaves(x: Tensor, weight: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +141,8 @@ _launches: dict[torch.device, Launches] = {}
 @lru_cache(maxsize=4096)
 def _find_blocks(m: int, n: int, k: int, leaves: int, itemsize: int, device: torch.device) -> Blocks:
     processors = count_processors(device.index) if device.type == "cuda" else 0
-    return choose_blocks(m, n, k // leaves, itemsize, processors, has_one_leaf=leaves == 1)
+    shared = count_shared_bytes(device)
+    return choose_blocks(m, n, k // leaves, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
 
 
 def _launch(

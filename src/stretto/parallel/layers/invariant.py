@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
 from stretto.execution import ExecutionOptions
@@ -23,7 +24,8 @@ from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.pretrained_model import is_pretrained_model, unwrap
 from stretto.ops import LEAVES, invariant_matmul, paged_attention
 from stretto.parallel.blocks import find_blocks
-from stretto.parallel.layers.sharded_module import refuse_compiler
+from stretto.parallel.layers.dropout import ParallelDropout
+from stretto.parallel.layers.sharded_module import ShardedModule, refuse_compiler
 from stretto.parallel.roles.plan import ShardingPlan
 from stretto.parallel.state import BlockPlan
 
@@ -31,6 +33,7 @@ _PRODUCTS = (
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.mm,
     torch.Tensor.bmm, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, F.scaled_dot_product_attention,
 )  # fmt: skip
+_OUTER_PRODUCTS = {torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 _ACTIVATIONS = (
     F.silu, F.gelu, F.sigmoid, F.mish, F.softplus, F.elu, torch.sigmoid, torch.Tensor.sigmoid, torch.tanh,
     torch.Tensor.tanh, torch.exp, torch.Tensor.exp,
@@ -40,7 +43,8 @@ _ACTIVATIONS = (
 class InvariantOperators(TorchFunctionMode):
     """Runs the operators of a layer's own code so that a row's bits depend on no other row.
 
-    `F.linear`, of a router say, becomes `invariant_matmul`; other products are refused by name. On CPUs torch computes
+    `F.linear`, of a router say, becomes `invariant_matmul`, and an outer product one of elements; other products are
+    refused by name. On CPUs torch computes
     the last elements of a tensor by other instructions than the rest: activations are computed in fp64, and rounded.
     """
 
@@ -48,6 +52,8 @@ class InvariantOperators(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear:
             return _multiply(*args, **kwargs)
+        if func in _OUTER_PRODUCTS and len(args) == 2 and not kwargs and _is_outer(*args):
+            return args[0] * args[1]  # of angles and positions, say: no additions, and no TF32
         if func in _PRODUCTS:
             raise ValueError(
                 f"invariant=True: a layer's own code calls {getattr(func, '__name__', func)}, whose bits depend on the "
@@ -56,6 +62,11 @@ class InvariantOperators(TorchFunctionMode):
         if func in _ACTIVATIONS and args[0].device.type == "cpu" and args[0].dtype != torch.float64:
             return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
         return func(*args, **kwargs)
+
+
+def _is_outer(left: Any, right: Any) -> bool:
+    """True for [..., m, 1] times [..., 1, n]."""
+    return left.dim() > 1 < right.dim() and left.shape[-1] == right.shape[-2] == 1
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -82,8 +93,6 @@ def require_invariant(
     if (x := sizes.get("x", 1)) not in (1, 2, 4, LEAVES):
         nearest = min((1, 2, 4, LEAVES), key=lambda size: abs(size - x))
         raise ValueError(f"invariant=True takes x of 1, 2, 4 or {LEAVES}, not {x}: x={nearest} would do")
-    if options.shard_sequence:
-        raise ValueError("invariant=True takes no shard_sequence: shard_sequence=False would do")
     inputs = {
         name: module.weight.shape[int(name not in plan.transposed)]
         for name in plan.named("rowwise")
@@ -104,14 +113,23 @@ def require_invariant(
 def install_invariant(model: Any) -> None:
     """Have a model's attention, and its layers' own code, compute invariant results."""
     of_transformers.replace_attention(model, _attend)
-    for name in find_blocks(model):
-        block = model.get_submodule(name)
-        block.forward = _run_invariant(block.forward)
+    blocks = find_blocks(model)
+    for name, module in model.named_modules():
+        # Rotary angles, say, are computed beside the blocks.
+        is_beside = not any(module.children()) and not name.startswith(tuple(f"{block}." for block in blocks))
+        if name in blocks or (is_beside and not isinstance(module, ShardedModule)):
+            module.forward = _run_invariant(module.forward)
     signature = inspect.signature(unwrap(model).forward)
+    dropouts = {name: one for name, one in model.named_modules() if isinstance(one, ParallelDropout | _DropoutNd)}
 
     def find_documents(
         model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if name := next((name for name, one in dropouts.items() if one.training and one.p > 0), None):
+            raise ValueError(
+                f"invariant=True: {name} drops {dropouts[name].p:g} of its numbers, which an engine does not: a "
+                "configuration without dropout would do, or model.eval()"
+            )
         if model.config._attn_implementation != of_transformers.NAME:  # an engine runs it
             return None
         given = signature.bind(*args, **kwargs).arguments

@@ -171,6 +171,11 @@ class LinearPlan:
         of `left_operand`.
         """
         if self.is_invariant:
+            if isinstance(self.input_edge, ShardedTokens):
+                assert gathered is not None
+                if gathered.rows is None:
+                    gathered.rows = keep_output("gathered tokens", partial(self.input_edge.gather, x))
+                x = gathered.rows
             name = "product" if self.output_reduce_group.size() == 1 else "summed product"
             return keep_output(name, partial(self.multiply_invariantly, x, matrix.t(), bias)), x
         left = self.left_operand(x, may_share=may_share)
@@ -304,11 +309,14 @@ class LinearPlan:
 
     def multiply_invariantly(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output of x times `weight` [out, in] transposed, + bias: x cuts rowwise inputs, a power of two of 8."""
-        from stretto.ops import LEAVES, invariant_matmul, matmul_all_reduce
+        from stretto.ops import LEAVES, invariant_matmul, matmul_all_reduce, matmul_reduce_scatter
 
         group = self.output_reduce_group
         if group.size() == 1:
             y = invariant_matmul(x.contiguous(), weight, bias=bias, leaves=LEAVES if self.input_axis == "x" else 1)
+        elif isinstance(self.output_edge, ShardedTokens):
+            with collective("matmul_reduce_scatter", group):
+                y = matmul_reduce_scatter(x.contiguous(), weight, group, bias=bias, invariant=True)
         else:
             with collective("matmul_all_reduce", group):
                 y = matmul_all_reduce(x.contiguous(), weight, group, bias=bias, invariant=True)

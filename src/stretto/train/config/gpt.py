@@ -138,6 +138,7 @@ class RunConfig(RunOptions):
     fused: Annotated[Fused, CanBeSwitch] = execution_option("fused")
     two_level: Annotated[TwoLevel, CanBeSwitch] = execution_option("two_level")
     shard_sequence: bool = execution_option("shard_sequence")
+    invariant: bool = execution_option("invariant")
     cuda_graph: bool = option(
         False, "replay each step as one CUDA graph; faster where steps are so short that the host limits the GPU"
     )

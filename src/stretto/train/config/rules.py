@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from stretto.axes import NAMES, STAGE_AXES, GridSizes, check_sizes
 from stretto.execution import ExecutionOptions, Fp8, Fp8Recipe
+from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.planner.grids import divisors, every_grid
 from stretto.schedules import build_schedule
 from stretto.train.config.options import GridConfig, contradictions_of_run, nearest_multiple
@@ -64,6 +65,7 @@ def contradictions(config: "TrainConfig") -> list[str]:
     problems += contradictions_of_run(run)
     problems += _contradictions_of_fp8(config)
     problems += _contradictions_of_ramp(config)
+    problems += _contradictions_of_invariance(config)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)
     problems += _contradictions_of_pruning(config)
@@ -179,6 +181,27 @@ def _contradictions_of_mixture(config: "TrainConfig") -> list[str]:
             "of a mixture are of its last path alone: give data.evaluation_path"
         )
     return problems
+
+
+def _contradictions_of_invariance(config: "TrainConfig") -> list[str]:
+    """Check that train.invariant has an invariant form. Returns a message for each reason why it has none.
+
+    `parallelize` checks the model itself, and x.
+    """
+    grid, model = config.grid, config.model
+    reasons = {
+        "the model is a GPT of stretto's: a Hugging Face model (model.path, or a public model's name) would do": (
+            model.path is None and model.name not in PUBLIC_MODELS
+        ),
+        "train.dtype is 'fp8': 'bf16' would do": config.train.dtype == "fp8",
+        **{f"grid.{axis} is {getattr(grid, axis)}: 1 would do": getattr(grid, axis) > 1 for axis in ("y", "context")},
+        f"the model is cut into {grid.pipe * config.pipeline.stages.virtual_stages} stages: one would do": (
+            config.is_pipelined
+        ),
+    }
+    return [
+        f"train.invariant is on, but {reason}" for reason, is_so in reasons.items() if config.train.invariant and is_so
+    ]
 
 
 def _contradictions_of_copies(config: "TrainConfig") -> list[str]:

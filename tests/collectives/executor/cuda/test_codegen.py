@@ -38,7 +38,8 @@ def compile_to_ptx(text):
     return text.decode()
 
 
-@pytest.mark.sampled(2, quick=1)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_it_compiles_for_every_architecture(arch, protocol):
@@ -46,14 +47,15 @@ def test_it_compiles_for_every_architecture(arch, protocol):
         assert compile_source(source(algorithm, Variant("bfloat16", "sum", protocol)), arch)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sampled(quick=3)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
     assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sampled(quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_for_copy_engines_compile_for_every_architecture(arch):
     variant = Variant("bfloat16", "sum", "Simple", 4)
@@ -68,7 +70,8 @@ def test_kernels_for_copy_engines_compile_for_every_architecture(arch):
                 assert compile_source(text, arch)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ELEMENTS)
 def test_it_compiles_for_every_dtype_and_reduction(dtype):
     for reduction in OPERATIONS:

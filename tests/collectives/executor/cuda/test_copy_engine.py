@@ -289,6 +289,7 @@ def test_a_rank_that_has_given_up_does_not_signal_its_sums(folder):
             workspace.check()
 
 
+@pytest.mark.long
 @needs_compiler
 def test_after_an_error_in_the_middle_of_a_call_no_other_is_taken_for_it(folder, monkeypatch):
     workspaces = make_workspaces(2, folder, limit=1.0)

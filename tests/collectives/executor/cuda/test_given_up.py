@@ -52,7 +52,7 @@ def test_a_message_that_never_arrived_is_not_forwarded(kind, protocol, folder):
         workspaces[1].check()
 
 
-@pytest.mark.sampled(quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_results_of_a_thread_block_that_has_given_up_are_not_sent(protocol, folder):
     """By the interpreter a thread block adds what another one has received, and sends the sum on."""
@@ -100,6 +100,7 @@ def test_a_call_that_ended_early_after_another_groups_failure_is_a_failure_of_it
         kernels[0](torch.ones(480, dtype=torch.int32))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["direct-all-gather", "two-shot-all-reduce"])
 def test_with_copy_engines_a_failed_rank_signals_neither_data_nor_free_slots(name, folder):
     workspaces = make_workspaces(2, folder, limit=1.0)

@@ -83,6 +83,7 @@ def in_places(name):
     return [False] if name == "all-to-next" else [False, True]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_the_interpreter_runs_every_algorithm_on_two_ranks(protocol, folder):

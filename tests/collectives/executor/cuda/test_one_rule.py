@@ -231,8 +231,7 @@ def test_the_interpreter_runs_random_schedules_as_the_host_does(workspaces):
     assert check_random_schedules("interpreter", 6, workspaces, random.Random(SEED))["uneven"] > 0
 
 
-@pytest.mark.long
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(4))
 def test_the_interpreter_runs_many_random_schedules_as_the_host_does(seed, workspaces):
     print(f"seed {SEED + seed}")
@@ -240,7 +239,8 @@ def test_the_interpreter_runs_many_random_schedules_as_the_host_does(seed, works
     assert ran["uneven"] > 5
 
 
-@pytest.mark.sampled(1, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["fused", "copies"])
 @pytest.mark.parametrize("seed", range(2))
 def test_fused_kernels_and_copy_engines_run_random_schedules_as_the_host_does(kind, seed, workspaces):

@@ -90,7 +90,7 @@ def test_groups_that_cross_in_any_order_end(folder):
     assert crossing.kernels[0][0]._current.pieces[0][2] == bound_blocks(PLACES)
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @needs_compiler
 def test_without_the_bound_they_lock_each_other_out(folder):
     """Without this, the test above would show nothing."""

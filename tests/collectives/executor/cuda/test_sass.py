@@ -21,7 +21,7 @@ def find_in(source, folder, target="sm_90"):
     return list(find_early_reads(code))
 
 
-@pytest.mark.sampled(4, quick=1)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["int8", "int16", "bfloat16", "float32", "int64"])
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 @pytest.mark.parametrize("unroll", [1, 4])
@@ -31,7 +31,8 @@ def test_fused_kernels_read_nothing_before_it_is_zeroed(protocol, dtype, unroll,
     assert not find_in(write_source(fused, 2, chunks, Variant(dtype, "sum", protocol, unroll)), tmp_path)
 
 
-@pytest.mark.sampled(2, quick=0)
+@pytest.mark.long
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", ["int8", "int16", "bfloat16", "float32", "int64"])
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_the_interpreter_reads_nothing_before_it_is_zeroed(protocol, dtype, tmp_path):
