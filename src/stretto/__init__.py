@@ -6,9 +6,6 @@ ranks along axes), `parallelize` (shards a model over a grid), `full_parameters`
 `stretto`. These names and subpackages such as `stretto.ops` are imported on first use, so that `import stretto` is
 cheap and modules that need no GPU library do not import one. `import stretto` registers the backend "stretto" with
 torch.distributed (stretto.collectives.backend).
-
-Experimental, which means that nothing else here calls it yet, that it may change or go, and that it has not run between
-machines with GPUs: `stretto.ops.embedding_all_to_all_put` (`stretto.ops.embedding.put`, look-ups by NVSHMEM's puts).
 """
 
 from typing import TYPE_CHECKING

@@ -52,7 +52,8 @@ def forward_arguments(lookup=None, way=None, dtype=torch.float32, index=torch.in
 
 def begin_arguments():
     mapping, announced = tiles.shard_tiles(4, 4, 1, channels=4, fixed=True), 12345 | 1 << 40
-    return make_channel("p2p"), mapping, WORDS, LONGS, WORDS, WORDS, WORDS, REPORT, 4096, announced, 16
+    ring = forward_kernel.RingPointers(FLOATS, LONGS, WORDS, WORDS)
+    return make_channel("p2p"), mapping, WORDS, ring, WORDS, REPORT, 4096, announced, None, 4, 16
 
 
 def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, scaled=True):
@@ -73,7 +74,7 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     mapping = tiles.shard_tiles(256, 4, 1, channels=2)
     partials = torch.zeros(64)
     return {
-        "begin_push": (make_channel("p2p"), mapping, WORDS, 3, 32),
+        "begin_push": (make_channel("p2p"), mapping, None, WORDS, 3, 32),
         "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, WORDS, 3, 4, 1024),
         "find_keys": (
             look_up(0), pooling(8, 1, True), Bags(LONGS, LONGS, FLOATS), LONGS,

@@ -46,7 +46,7 @@ def free_and_call_again():
     for _ in range(2):
         found = ops.workspaces(group)
         assert sorted(one.purpose for one in found) == purposes
-        assert all(one.group == group.group_name and one.device.type == "cpu" and one.is_freeable for one in found)
+        assert all(one.group == group.group_name and one.device.type == "cpu" for one in found)
         assert all(one.num_bytes >= 1 << 16 for one in found)
         assert set(found) < set(ops.workspaces())
         assert ops.free_workspaces(group) == sum(one.num_bytes for one in found)

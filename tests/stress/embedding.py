@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stress configurations of embedding look-ups: every order and tile of the forward pass, backward, update and put."""
+"""Stress configurations of embedding look-ups: every order and tile of the forward pass, backward, and update."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -35,7 +35,6 @@ SCHEDULED = (
 _BACKWARD = "ops.embedding.backward_kernel."
 SORTED = tuple(_BACKWARD + name for name in ("find_keys", "count_chunks", "place_chunks", "reduce_chunks"))
 COMBINED = _BACKWARD + "combine_chunks"
-PUT = tuple(f"ops.embedding.put.kernel.{name}" for name in ("begin_putting", "pool_and_put"))
 PUSHED = tuple(_BACKWARD + name for name in ("begin_push", "push_gradients"))
 COPIED = ("tiles.calls.begin_call", "tiles.signals.wait_for_all")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -45,10 +44,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 class LookUp:
     """One form of a look-up: dtypes, pooling, and what follows it.
 
-    action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; "put"; or "alone", with no exchange. config:
-    of the forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
-    last rank has no tables. reaches: of "put", whether ranks store into those that they peer_access, or put to all.
-    schedule: an all-to-all's algorithm, by which vectors move.
+    action: "forward"; "dense" or "sparse" gradients; "sgd" or "adagrad"; or "alone", with no exchange. config: of the
+    forward kernel, None for the default. by_copies: copy engines push gradients, and not programs. has_none: the
+    last rank has no tables. schedule: an all-to-all's algorithm, by which vectors move.
     """
 
     action: str = "forward"
@@ -59,7 +57,6 @@ class LookUp:
     config: LaunchConfig | None = None
     by_copies: bool = False
     has_none: bool = False
-    reaches: bool = True
     schedule: str = ""
     dims: tuple[int, ...] = (16, 32, 16)
 
@@ -164,7 +161,7 @@ class EmbeddingCase(StressCase):
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         action = self._look_up.action
-        if action in ("forward", "alone", "put"):
+        if action in ("forward", "alone"):
             return [Check(self._look_up_once(entry), self._outputs[entry])]
         if action in ("dense", "sparse"):
             return list(self._differentiate(entry))
@@ -175,13 +172,6 @@ class EmbeddingCase(StressCase):
         indices, offsets, weights = self._inputs[entry]
         if look_up.action == "alone":
             return self._look_up_alone(entry)
-        if look_up.action == "put":
-            peer_access = None if look_up.reaches else [peer == self._rank for peer in range(self._world)]
-            with torch.no_grad():
-                return ops.embedding_all_to_all_put(
-                    indices, offsets, self._tables, team.group, weights=weights, mode=look_up.mode, batch=self._batch,
-                    name=self._name, peer_access=peer_access,
-                )  # fmt: skip
         if look_up.schedule:
             return self._call_operator(entry, self._tables, schedule=compile_all_to_all(look_up.schedule, self._world))
         if look_up.config is None:
@@ -329,8 +319,6 @@ def list_configurations() -> list[Configuration]:
             (*FORWARD, *COPIED, *SORTED, COMBINED),
         ),
         "backward/sparse": ("sparse gradients", LookUp("sparse", is_weighted=True), (*FORWARD, *PUSHED, *SORTED)),
-        "put/stored": ("through NVSHMEM, to ranks that it maps", LookUp("put"), PUT),
-        "put/all": ("through NVSHMEM, which puts to all ranks", LookUp("put", reaches=False, dtype=BF16), PUT),
         "update/sgd": ("SGD on the rows that were looked up", LookUp("sgd"), (*PUSHED, *SORTED)),
         "update/sgd-copies": ("the same, pushed by copy engines", LookUp("sgd", by_copies=True), (*COPIED, *SORTED)),
         "update/adagrad": ("row-wise adagrad", LookUp("adagrad"), (*PUSHED, *SORTED)),
@@ -338,7 +326,6 @@ def list_configurations() -> list[Configuration]:
     configurations = []
     for name, (covers, look_up, kernels) in found.items():
         make: Callable[[Team], StressCase] = partial(EmbeddingCase, look_up, name=name)
-        is_put = look_up.action == "put"
         configurations.append(
             Configuration(
                 f"embedding/{name}",
@@ -346,10 +333,8 @@ def list_configurations() -> list[Configuration]:
                 kernels,
                 covers,
                 make,
-                takes_graphs=not is_put and look_up.action != "sparse",  # the host waits for the number of sparse rows
-                takes_groups=not is_put,  # NVSHMEM memory cannot be freed
-                on_cpu=not is_put,
-                symmetric_memory="NVSHMEM" if is_put else "CUDA",
+                takes_graphs=look_up.action != "sparse",  # the host waits for the number of sparse rows
+                crosses_nodes=bool(look_up.schedule),
             )
         )
     return configurations

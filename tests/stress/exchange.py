@@ -183,6 +183,7 @@ def list_configurations() -> list[Configuration]:
             f"products whose rows move by the schedule of {algorithm}" + ", of a fixed number" * is_fixed,
             partial(ScheduleCase, algorithm=algorithm, is_fixed=is_fixed),
             takes_graphs=is_fixed,
+            crosses_nodes=True,
             suits=lambda ranks: ranks >= several,
         )
         for algorithm in ("direct-all-to-all", "two-step-all-to-all")

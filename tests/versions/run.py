@@ -29,7 +29,6 @@ MORE = (
     "tests/tiles",
     "tests/ops/test_machine_code.py",
     "tests/ops/test_embedding_machine_code.py",
-    "tests/ops/test_put.py",
     "tests/collectives/backend",
     "tests/memory",
     "tests/parallel/test_parity.py",

@@ -12,13 +12,11 @@ import pytest
 import torch
 from tests.ops import test_embedding_machine_code as embedding
 from tests.ops import test_machine_code as operators
-from tests.ops import test_put as put
 from tests.ops.attention import test_copies
 from tests.ops.decoding import launches as decoding
 from tests.ops.joint import test_machine_code as joint
 from tests.ops.joint import test_routed_machine_code as routed
 from tests.ops.moe import test_few_tokens, test_tensor_parallel_kernels, test_tile_order
-from tests.ops.test_put import kernels, stubs  # noqa: F401  (fixtures)
 from tests.stress.kernels import list_kernels
 from tests.tiles import test_puts
 from tests.tiles.machine_code import make_channel
@@ -135,8 +133,8 @@ def launch_exchange(name: str) -> Launch:
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
     mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     half = FLOATS.bfloat16()
-    pushed, staged = exchange_kernel.PushedRows(half, LONGS, 4096, 8192), exchange_kernel.StagedRows(half.clone(), 8192)
-    arguments = make_channel("p2p"), mapping, pushed, staged, WORDS, 0, True, True, 32, 1024, 4
+    pushed = routed.GivenRows(half, LONGS, 4096)
+    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 0, True, True, 32, 1024
     return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16})
 
 
@@ -275,7 +273,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
     "ops.joint.kernel.add_rows": lambda: Launch(add_rows, joint.sum_arguments(operators.NARROW), {"num_warps": 4}),
-    "ops.joint.routed.move_rows": lambda: Launch(routed.move_rows, routed.move_arguments(), {"num_warps": 16}),
+    "ops.joint.routed.move_rows": lambda: Launch(
+        routed.move_rows, routed.move_arguments(puts=joint.make_puts()), {"num_warps": 16}
+    ),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
@@ -339,7 +339,6 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         signals.wait_for_channel, (make_channel(), 1, 2), {"num_warps": 1}
     ),
 }
-PUT = "ops.embedding.put.kernel."
 
 
 def compile_ptx(name: str) -> str:
@@ -350,8 +349,7 @@ def compile_ptx(name: str) -> str:
 
 
 def test_no_kernel_is_left_out():
-    put_kernels = {PUT + name for name in ("begin_putting", "pool_and_put")}
-    assert LAUNCHES.keys() | put_kernels == {name for name in list_kernels() if ":" not in name}
+    assert LAUNCHES.keys() == {name for name in list_kernels() if ":" not in name}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -365,10 +363,3 @@ def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():
     assert "cvt.rn.satfinite.e5m2x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "div.full" not in ptx
-
-
-def test_the_kernels_that_put_compile(kernels, stubs):  # noqa: F811
-    """With stubs for NVSHMEM's functions, as in tests/ops/test_put.py."""
-    assert put.compile_pool(kernels, stubs)["cubin"]
-    arguments = make_channel("p2p"), put.exchange(kernels), LONGS, 12345, 64
-    assert compile_kernel(kernels.begin_putting, arguments, {"num_warps": 1, "extern_libs": stubs}, "sm_90")["cubin"]

@@ -380,6 +380,19 @@ def find_copies_obstacle(name: str, device: torch.device) -> str:
     return known.obstacle if known.nodes else known.schedule_obstacle
 
 
+def find_routed_obstacle(name: str, device: torch.device) -> str:
+    """Why the group's ranks can have no routed schedule, whose rows are stored, or put to other nodes; "" if they can.
+
+    Collective at the group's first call.
+    """
+    known = _find(name, device)
+    if known.nodes and len(set(Counter(known.nodes).values())) > 1:
+        return (
+            f"its nodes have {', '.join(map(str, Counter(known.nodes).values()))} ranks, and tokens go to alike nodes"
+        )
+    return known.schedule_obstacle if known.nodes else known.obstacle
+
+
 def find_nodes(name: str, device: torch.device) -> tuple[int, ...]:
     """The number of each rank's node, between which kernels put; empty if there is one. Collective at first."""
     return _find(name, device).nodes

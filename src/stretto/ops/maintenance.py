@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from stretto.memory import failures, group_timeout, store_all_gather
 from stretto.ops.embedding.output_ring import find_output_rings
-from stretto.ops.embedding.put.operator import find_put_slots
 from stretto.ops.operator import close_workspaces, find_group, find_known, find_name, list_channels, list_groups
 
 
@@ -16,15 +15,13 @@ class Workspace(NamedTuple):
     """Symmetric memory that operators keep for later calls, on this rank.
 
     group: the group's `group_name`. purpose: what it is used for, such as "packets". num_bytes: this rank's part.
-    device: where it lies. is_freeable: whether `free_workspaces` frees it; memory of `embedding_all_to_all_put` stays
-    until the process ends.
+    device: where it lies. `free_workspaces` frees it.
     """
 
     group: str
     purpose: str
     num_bytes: int
     device: torch.device
-    is_freeable: bool
 
 
 def check() -> None:
@@ -44,9 +41,7 @@ def workspaces(group: dist.ProcessGroup | None = None) -> list[Workspace]:
     found = []
     for name in list_groups() if group is None else [find_name(group)]:
         for purpose, channel in list_channels(name):
-            found.append(Workspace(name, purpose, channel.num_bytes, channel.device, True))
-        for slots in find_put_slots(name):
-            found.append(Workspace(name, "embedding puts", slots.num_bytes, slots.device, False))
+            found.append(Workspace(name, purpose, channel.num_bytes, channel.device))
     return found
 
 

@@ -65,8 +65,7 @@ class Configuration:
     description for `--list`. make: makes the case of a rank; collective. takes_graphs: CUDA graphs can capture its
     calls. takes_groups: several groups may call it at once. takes_halves: these may be the two halves of the ranks,
     for which its kernels are compiled anew. crosses_nodes: ranks of several nodes can run it. suits: whether it
-    supports a number of ranks. on_cpu: CPU ranks can run it. symmetric_memory: torch's backend of symmetric memory,
-    which a whole process shares.
+    supports a number of ranks. on_cpu: CPU ranks can run it.
     """
 
     name: str
@@ -80,7 +79,6 @@ class Configuration:
     crosses_nodes: bool = False
     suits: Callable[[int], bool] = lambda ranks: True
     on_cpu: bool = True
-    symmetric_memory: str = "CUDA"
 
     def describe(self) -> dict[str, Any]:
         """For `--list --json`."""

@@ -29,7 +29,6 @@ FIRST_LIMIT = 300.0  # seconds for a batch in which kernels are compiled
 LIMIT = 120.0
 _MODE_WEIGHTS = {"eager": 5, "graph": 3, "groups": 2}
 _POISONED = 0.3  # fraction of batches before which workspaces are poisoned; always before the second
-_BATCHES_IN_A_ROW = 5  # in a row, of a configuration whose ranks restart for another symmetric-memory backend
 _MAX_FAILURES = 2  # batches that hang or raise before the run leaves their configuration out
 _PROGRESS_SECONDS = 10.0  # between lines of progress
 
@@ -179,13 +178,9 @@ class _StressRun:
             name = self._choose()
             if name is None:
                 break
-            self._pool.use(self._chosen[name].symmetric_memory)
-            for _ in range(_BATCHES_IN_A_ROW if self._runs_separately(name) else 1):
-                self._run_batch(name)
-                self._ledger.write()
-                self._report_progress()
-                if self._failures[name]:
-                    break
+            self._run_batch(name)
+            self._ledger.write()
+            self._report_progress()
             if self._setting.stops_at_first and not self._accounts[name].is_clean:
                 break
         device = self._pool.about
@@ -197,23 +192,16 @@ class _StressRun:
             self._seed, self._setting.ranks, device, seconds, self._chosen, self._accounts, self._launched
         )
 
-    def _runs_separately(self, name: str) -> bool:
-        """True if the ranks restart for this configuration, and again for the next one."""
-        kinds = {one.symmetric_memory for one in self._chosen.values()}
-        return len(kinds) > 1 and self._chosen[name].symmetric_memory != "CUDA"
-
     def _choose(self) -> str | None:
         """The configuration with the fewest results; None where all have enough."""
         open_ones = [name for name in self._chosen if self._failures[name] < _MAX_FAILURES]
-        # Configurations for which the ranks restart run once.
-        open_ones = [name for name in open_ones if not (self._runs_separately(name) and self._batches[name])]
         if self._setting.results is not None:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
         least = FLOOR if self._setting.results is None else self._setting.results
         # Once all have the least number of results, configurations alternate: fast ones have larger batches.
         return min(
             open_ones,
-            key=lambda name: (min(self._turns[name], least), self._batches[name], self._runs_separately(name)),
+            key=lambda name: (min(self._turns[name], least), self._batches[name]),
             default=None,
         )
 

@@ -49,7 +49,6 @@ class WorkerSetting:
     device: str
     seed: int
     catalogues: tuple[str, ...]
-    symmetric_memory: str = "CUDA"
     prepare: str = ""
 
 
@@ -150,10 +149,6 @@ def _start(setting: WorkerSetting) -> _State:
     if setting.device == "cuda":
         device = torch.device("cuda", shared_gpus.choose_gpu(setting.rank))
         torch.cuda.set_device(device)
-        if setting.symmetric_memory == "NVSHMEM":
-            import torch.distributed._symmetric_memory as symmetric
-
-            symmetric.set_backend("NVSHMEM")
     store = dist.FileStore(setting.store, setting.ranks)
     backend = shared_gpus.default_backend(device.type)
     dist.init_process_group(backend, store=store, rank=setting.rank, world_size=setting.ranks, timeout=GROUP_LIMIT)

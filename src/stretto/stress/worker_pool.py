@@ -59,7 +59,6 @@ class WorkerPool:
         self.ranks = ranks
         self.about = ""
         self.starts = 0
-        self.symmetric_memory = "CUDA"
         self._device, self._seed, self._catalogues, self._prepare = device, seed, catalogues, prepare
         self._environment = dict(environment)
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
@@ -78,12 +77,6 @@ class WorkerPool:
             except OSError:
                 continue  # the rank died, which `_collect` finds
         return self._collect(limit)
-
-    def use(self, symmetric_memory: str) -> None:
-        """Select torch's backend of symmetric memory; ranks that run with another one are killed, and start anew."""
-        if symmetric_memory != self.symmetric_memory:
-            self.kill()
-            self.symmetric_memory = symmetric_memory
 
     def kill(self) -> None:
         """End all ranks at once."""
@@ -112,10 +105,8 @@ class WorkerPool:
             )
             theirs.close()
             self._workers.append((process, ours))
-            memory, prepare = self.symmetric_memory, self._prepare
-            ours.send(
-                WorkerSetting(rank, self.ranks, str(store), self._device, self._seed, self._catalogues, memory, prepare)
-            )
+            own = rank, self.ranks, str(store), self._device, self._seed, self._catalogues, self._prepare
+            ours.send(WorkerSetting(*own))
         replies = self._collect(START_LIMIT)
         if not replies.is_whole:
             self.kill()

@@ -204,7 +204,26 @@ def wait_for_what_comes_later(rng, routed, rank, number):
     return routed if any((sender, rank) in waits for rank, sender in waits) else None
 
 
+def receive_in_another_order(rng, routed, rank, number):
+    """Two messages of one rank to another have each other's channels, which all who wait for them know."""
+    message = routed.ranks[rank].messages[number]
+    both = [at for at, one in enumerate(routed.ranks[rank].messages) if one.receiver == message.receiver]
+    if len(both) < 2 or message.receiver == rank:
+        return None
+    one, other = (routed.ranks[rank].messages[at].channel for at in rng.sample(both, 2))
+    swapped = {(rank, one): (rank, other), (rank, other): (rank, one)}
+    for at in both:
+        channel = routed.ranks[rank].messages[at].channel
+        routed = change_message(routed, rank, at, channel=swapped.get((rank, channel), (rank, channel))[1])
+    for at, sent in enumerate(routed.ranks[message.receiver].messages):
+        hops = [hop._replace(channel=swapped.get(hop[-2:], hop[-2:])[1]) for hop in sent.hops]
+        routed = change_message(routed, message.receiver, at, hops=tuple(hops))
+    arrivals = [swapped.get(one, one) for one in routed.ranks[message.receiver].arrivals]
+    return change_routes(routed, message.receiver, arrivals=tuple(arrivals))
+
+
 BREAKS = [
+    receive_in_another_order,
     drop_a_wait,
     wait_for_another_message,
     wait_for_another_rank,

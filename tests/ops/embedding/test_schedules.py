@@ -12,6 +12,7 @@ from tests.ops.embedding.jagged import Kind, fill_case, look_up_case, make_case,
 
 from stretto.collectives.algorithms import find
 from stretto.ops.embedding import forward
+from stretto.tiles.launches import Launches
 
 SEED = random.randrange(10**6)
 
@@ -97,6 +98,25 @@ def test_wrong_schedules_and_bad_indices_are_named(interpret):
         ):
             assert words in message
         assert "would do: direct-all-to-all, two-step-all-to-all" in messages[0]
+
+
+def list_launches():
+    """The kernels of a look-up in their order, if the pooling is not loaded yet, and if it is."""
+    case, found = make_case(3, 1), []
+    for is_loaded in (False, True):
+        with (
+            mock.patch.object(Launches, "knows", return_value=is_loaded),
+            mock.patch.object(Launches, "__call__") as launch,
+        ):
+            look_up_case(case, schedule="direct-all-to-all")
+        found.append([call.args[0].__name__ for call in launch.call_args_list])
+    return found
+
+
+def test_no_kernel_is_loaded_while_another_one_waits_for_it(interpret):
+    """CUDA may have the loading of a kernel wait for all that run: the one would wait for the other for good."""
+    first, *messages = "begin_pooling", "pool_alone", "move_rows"
+    assert interpret(1, list_launches) == [[[first, *messages], [first, *reversed(messages)]]]
 
 
 def compile_look_up():

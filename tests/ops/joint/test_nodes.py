@@ -34,6 +34,13 @@ def on_nodes(nodes, proxy, function, *arguments, seconds=60.0):
             close_workspaces(group.group_name)
 
 
+def in_one_node(function, *arguments, **options):
+    """What the function returns, if its groups are first used now: their ranks are on this machine's one node."""
+    with mock.patch.dict(os.environ):
+        del os.environ["STRETTO_NODES"]
+        return function(*arguments, **options)
+
+
 def multiply(group, operator, schedule, shape, dtype, movers=2, programs=7):
     """(error, whether another call has the same bits, the sum of what this rank has)."""
     rank, world, (rows, n, k) = dist.get_rank(), dist.get_world_size(), shape

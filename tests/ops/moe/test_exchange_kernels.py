@@ -16,6 +16,7 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, make_channel
 from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
+from stretto.ops.joint.routed import GivenRows
 from stretto.ops.moe import exchange_kernel, exchange_products, pairs, sorting
 from stretto.ops.operator import find_workspace
 
@@ -235,9 +236,8 @@ def test_where_no_kernel_can_run_it_says_so(ranks):
 def test_rows_are_stored_before_their_signal_in_wide_pieces():
     rows, longs, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.int32))
     mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
-    pushed = exchange_kernel.PushedRows(rows, longs, 4096, 8192)
-    staged = exchange_kernel.StagedRows(rows, 8192)
-    arguments = make_channel("p2p"), mapping, pushed, staged, words, 0, True, True, 32, 1024, 4
+    pushed = GivenRows(rows, longs, 4096)
+    arguments = make_channel("p2p"), mapping, pushed, rows, words, 8192, 8192, 0, True, True, 32, 1024
     lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=16)
     assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]

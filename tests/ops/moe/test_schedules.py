@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tests.collectives.joint.random_algorithms import random_all_to_all
 from tests.ops.embedding import test_schedules as look_ups
+from tests.ops.joint.test_nodes import in_one_node, on_nodes
 from tests.ops.moe.oracle import draw, make_layer
 from tests.ops.moe.test_exchange import Case, part
 from tests.pool import Pool
@@ -17,6 +18,7 @@ from tests.processes import shared_server
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
 from stretto.ops.moe import kernel_route
+from stretto.ops.operator import list_put_channels
 
 SEED = random.randrange(2**31)
 HIDDEN = 21
@@ -32,9 +34,9 @@ def make_schedule(which):
     return which
 
 
-def run_products(case, dtype, **options):
+def run_products(case, dtype, group=None, **options):
     """Products, output and gradients of experts, of which all ranks have several."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), group or dist.group.WORLD
     layer = make_layer(7, sum(case.tokens), case.k, case.experts, chosen=case.chosen, hidden=HIDDEN)
     x, weights = (part(one, case.tokens, rank).clone() for one in (layer.x.to(dtype), layer.weights.float()))
     up = draw(rank, case.experts // group.size(), 8, HIDDEN).to(dtype)
@@ -82,6 +84,48 @@ def test_experts_whose_tokens_move_by_a_schedule_have_the_bits_of_the_direct_exc
     for same, moves in interpret(ranks, compare_with_direct, *call):
         assert all(same), same
         assert moves >= 4
+
+
+def compare_nodes(group, case, dtype, which, options):
+    """Whether each result of a call between nodes, by puts, has the bits of one in one node."""
+    how = {"implementation": "kernel"} if which is None else {"schedule": make_schedule(which)}
+    far = [run_products(case, dtype, group, **how, **options) for _ in range(2)]
+    direct = in_one_node(run_products, case, dtype, implementation="kernel", **options)
+    assert not list_put_channels(dist.group.WORLD.group_name)
+    assert list_put_channels(group.group_name)
+    return [torch.equal(*pair) for found in far for pair in zip(found, direct, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "call"),
+    [
+        pytest.param(4, "2x2", (Case((2, 5, 0, 9), 2, 8), BF16, None, RANK), marks=pytest.mark.long),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (4, "2x2", (Case((3, 3, 3, 3), 2, 4), FP32, None, {"max_rows": 24})),
+                (2, "1,1", (Case((2, 5), 2, 4), BF16, "direct-all-to-all", CHOICE)),
+                (3, "1,1,1", (Case((2, 0, 3), 2, 6), FP32, (SEED, 3, 2), RANK)),
+                (4, "2x2", (Case((2, 1, 6, 3), 2, 8), BF16, (SEED, 4, 1), RANK)),
+            )
+        ),
+    ],
+)
+def test_experts_of_several_nodes_have_the_bits_of_one_node(interpret, ranks, nodes, call):
+    print(f"seed {SEED}")
+    for same in interpret(ranks, on_nodes, nodes, "auto", compare_nodes, *call, timeout=300.0):
+        assert all(same), same
+
+
+def refuse_unequal_nodes(group):
+    x, ids, weight = torch.ones(4, 8), torch.tensor([[0, 1]] * 4), torch.ones(1, 8, 8)
+    with pytest.raises(ValueError, match="its nodes have 2, 1 ranks, and tokens go to alike nodes"):
+        moe.dispatch_grouped_matmul(x, ids, weight, group, implementation="kernel")
+    return moe.dispatch_grouped_matmul(x, ids, weight, group)[0].shape[1]
+
+
+def test_experts_of_unequal_nodes_run_the_library(interpret):
+    assert interpret(3, on_nodes, "2,1", "auto", refuse_unequal_nodes) == [8] * 3
 
 
 @pytest.mark.exhaustive

@@ -145,7 +145,7 @@ def multiply_while_rows_arrive(is_fixed):
     weight, config = draw(SEED + 1, 2, 40, 24).bfloat16(), GroupedConfig(BLOCKS)
     options = {"max_rows": 100 if is_fixed else None, "implementation": "kernel"}
     places = find_places(x, ids, weights, case.experts, group, **options)
-    push, same = kernel_route.PushedRows, []
+    push, same = kernel_route.GivenRows, []
 
     def push_late(*arguments):
         time.sleep(0.5 if rank == 1 else 0)
@@ -153,7 +153,7 @@ def multiply_while_rows_arrive(is_fixed):
 
     for turn in range(4):  # of two slots each is used twice
         numbers, offsets = places.index.places().to(torch.int32), places.index.offsets
-        with mock.patch.object(kernel_route, "PushedRows", push_late):
+        with mock.patch.object(kernel_route, "GivenRows", push_late):
             kept, arrivals = places.start(x * (turn + 1))
             found = multiply(config, arrivals.rows, weight, offsets, numbers, arrivals)
         arrivals.keep(kept)

@@ -116,25 +116,26 @@ def _find_blind_reads(routed: RoutedSchedule, writers: dict[tuple[int, int, int]
 
 
 def _find_cycles(routed: RoutedSchedule) -> Iterator[str]:
-    """Run all ranks' messages, each rank's in their order: find one that waits for ever."""
+    """Run all ranks' messages, each rank's in their order, and received in that of their channels, as between nodes:
+    find one that waits for ever."""
     given: set[tuple[int, int, int]] = set()
+    taken = [0] * len(routed.ranks)
     at, goes_on = [0] * len(routed.ranks), True
     while goes_on:
         goes_on = False
         for rank, routes in enumerate(routed.ranks):
             for message in routes.messages[at[rank] :]:
                 waits = {(rank, hop.sender, hop.channel) for hop in message.hops if hop.sender != NOBODY}
-                if not waits <= given:
+                if not waits <= given or message.channel != taken[message.receiver]:
                     break
                 given.add((message.receiver, rank, message.channel))
+                taken[message.receiver] += 1
                 at[rank] += 1
                 goes_on = True
     for rank, routes in enumerate(routed.ranks):
         if at[rank] < len(routes.messages):
-            late = next(
-                hop
-                for hop in routes.messages[at[rank]].hops
-                if hop.sender != NOBODY and (rank, hop.sender, hop.channel) not in given
-            )
-            yield f"{_name(rank, at[rank])} waits for ever for rank {late.sender}, channel {late.channel}"
+            message = routes.messages[at[rank]]
+            awaited = ((hop.sender, hop.channel) for hop in message.hops if hop.sender != NOBODY)
+            late = next((one for one in awaited if (rank, *one) not in given), (message.receiver, message.channel))
+            yield f"{_name(rank, at[rank])} waits for ever for rank {late[0]}, channel {late[1]}"
             return

@@ -14,7 +14,6 @@ from stretto.ops.embedding.operator import (
     embedding_all_to_all,
     tune_embedding,
 )
-from stretto.ops.embedding.put.operator import embedding_all_to_all_put
 
 __all__ = [
     "EmbeddingAllToAll",
@@ -22,7 +21,6 @@ __all__ = [
     "TableUpdate",
     "check_indices",
     "embedding_all_to_all",
-    "embedding_all_to_all_put",
     "embedding_all_to_all_update",
     "embedding_all_to_all_updating",
     "table_settings",

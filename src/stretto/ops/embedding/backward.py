@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,9 +48,10 @@ from stretto.ops.embedding.launch_config import (
     hold_for_replays,
     round_up_to_power,
 )
-from stretto.ops.embedding.output_ring import find_capture, limit_channels, round_size
+from stretto.ops.embedding.output_ring import OutputRing, find_capture, limit_channels, round_size
 from stretto.ops.embedding.placement import AGREED, GRADIENTS, EmbeddingPlacement, common_multiple, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
+from stretto.ops.embedding.scheduled import ScheduledMoves, find_way
 from stretto.ops.embedding.table_set import TableSet
 from stretto.ops.operator import find_group, find_kept, is_kept
 
@@ -180,6 +182,20 @@ class _Staging(NamedTuple):
         return find_kept(group, device, ("embedding staging", placement), make)
 
 
+class _MovedStaging(NamedTuple):
+    """Moves that bring gradients between nodes, and the ring in whose memory they land."""
+
+    ring: OutputRing
+    moves: ScheduledMoves
+    index_errors: IndexErrors
+
+    @classmethod
+    def make(cls, group: str, device: torch.device, placement: EmbeddingPlacement, way: str) -> "_MovedStaging":
+        """Make the group's; all ranks call it."""
+        moves = ScheduledMoves.make(group, device, placement, way, is_back=True)
+        return cls(moves.ring, moves, IndexErrors(placement.rank, device))
+
+
 @functools.lru_cache
 def choose_backward_config(block_bytes: int, device: torch.device) -> BackwardConfig:
     """Choose a config by a table, without measuring, for rows of so many bytes: about 2 KB in flight for each warp."""
@@ -215,21 +231,29 @@ def stage_gradients(
     device = grad.device
     permit = find_permit(group, device, placement) if permit is None else permit
     is_first = not is_kept(group, device, ("embedding staging", placement))
+    way = find_way(group, device)
     if is_first and find_capture(device) is None and int(permit) & need != need:
         fill_zeros(zeros)  # ranks whose tables get no gradients do not reach the allocation of staging
         return None
     block = round_up_to_power(max(lookups.dims, default=4))
     config = choose_backward_config(block * placement.dtype.itemsize, device)
-    staging = _Staging.find(group, device, placement)
-    with tiles.copy_engine(staging.channel):
-        _push(staging, grad, placement, config, permit, need)
+    if way:  # between nodes
+        make = partial(_MovedStaging.make, group, device, placement, way)
+        moved = find_kept(group, device, ("embedding staging", placement), make)
+        channel, index_errors = moved.ring.channel, moved.index_errors
+        own = moved.moves.send_gradients(grad, placement, permit, need)
+    else:
+        staging = _Staging.find(group, device, placement)
+        channel, index_errors, own = staging.channel, staging.index_errors, staging.own
+        with tiles.copy_engine(channel):
+            _push(staging, grad, placement, config, permit, need)
     fill_zeros(zeros)
     staged = None
     if lookups.dims and lookups.indices.numel():
         # The forward pass has already reported errors in the input, so the errors recorded by this sort are not read.
-        staged = sort_lookups(lookups, placement, staging.own, config, staging.index_errors, firsts)
+        staged = sort_lookups(lookups, placement, own, config, index_errors, firsts)
         staged = staged._replace(permit=permit)
-    tiles.join_copies(staging.channel)
+    tiles.join_copies(channel)
     return staged
 
 
@@ -267,7 +291,7 @@ def _push(
     channels = round_up_to_power(staging.channel.channels)
     permit_kind = tiles.kind_of(permit)
     staging.channel.launch(
-        begin_push, (placement, need, permit_kind), 1, (begun, mapping, permit, need, channels), num_warps=4
+        begin_push, (placement, need, permit_kind), 1, (begun, mapping, None, permit, need, channels), num_warps=4
     )
     block = min(round_up_to_power(max(placement.widths)), 2048)
     arguments = begun, mapping, grad, staging.columns, staging.everyones, placement.local_batch, placement.width

@@ -115,15 +115,15 @@ class Target(NamedTuple):
 
 
 @triton.jit
-def begin_push(channel, mapping, permit, need, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def begin_push(channel, mapping, counts, permit, need, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Begin the call of `push_gradients`, if the look-up permits it; one program, in a launch before.
 
-    permit: int32 [1], the look-up's, which is the same on all ranks; need: the bits that a push takes. A rank without
-    tables does not know on the host whether the others' tables get gradients, and a rank may not know yet that the
-    look-up was refused: then all ranks skip the push.
+    counts: as of `begin_call`. permit: int32 [1], the look-up's, which is the same on all ranks; need: the bits that a
+    push takes. A rank without tables does not know on the host whether the others' tables get gradients, and a rank may
+    not know yet that the look-up was refused: then all ranks skip the push.
     """
     if (tl.load(permit) & need) == need:
-        tiles.begin_call(channel, mapping, None, None, True, BLOCK)
+        tiles.begin_call(channel, mapping, counts, None, True, BLOCK)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from stretto.ops.embedding.launch_config import (
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, find_capture, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_permit
 from stretto.ops.embedding.pooling_kernel import Bags, PoolingConfig
-from stretto.ops.embedding.scheduled import ScheduledMoves
+from stretto.ops.embedding.scheduled import ScheduledMoves, find_way
 from stretto.ops.embedding.table_set import TableSet, find_tables
 from stretto.ops.operator import find_kept
 from stretto.tiles.launches import launch_kernel
@@ -66,8 +66,8 @@ class _ForwardLaunch(NamedTuple):
         def make() -> _ForwardLaunch:
             moves: ScheduledMoves | None = None
             mapping: tiles.Mapping
-            if schedule:
-                moves = ScheduledMoves.make(group, device, placement, schedule)
+            if by := find_way(group, device, schedule):
+                moves = ScheduledMoves.make(group, device, placement, by)
                 ring, counts, mapping = moves.ring, moves.tables.counts, moves.tables.destinations
             else:
                 size = placement.local_batch * placement.width * placement.dtype.itemsize
@@ -182,7 +182,11 @@ def _pool_and_move(
     pooling: PoolingConfig,
     config: LaunchConfig,
 ) -> Tensor:
-    """Pool in the order of `remote_first`, while the schedule's messages send what is pooled."""
+    """Pool in the order of `remote_first`, while the schedule's messages send what is pooled.
+
+    The messages are launched first, so that the pooling, which fills the GPU, leaves them multiprocessors; but not
+    before a kernel for which they wait is loaded: CUDA may let its loading wait for all that runs.
+    """
     ring, width = launch.ring, placement.widths[placement.rank]
     pooled = bags.offsets.new_empty(placement.world_size, placement.local_batch, max(width, 1), dtype=placement.dtype)
     pooled = pooled if width else pooled[..., :0]
@@ -193,18 +197,20 @@ def _pool_and_move(
         with tiles.copy_engine(ring.channel):
             moves.launch(channel, pooled, launch.pointers.permit)
 
-    if device.type == "cuda":  # beside the pooling, which waits for nothing; interpreted kernels run one after another
+    key = placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled))
+    is_loaded = ring.channel.launch.knows(pool_alone, key)  # never if interpreted: those run one after another
+    if is_loaded:
         move()
     ring.channel.launch(
         pool_alone,
-        (placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled))),
+        key,
         count_programs(config, placement, len(tables.dims), device),
         (channel, moves.tables.given, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
          launch.pointers.permit, ring.index_errors.report, placement.world_size, "remote_first"),
         num_warps=config.num_warps,
         num_stages=1,
     )  # fmt: skip
-    if device.type != "cuda":
+    if not is_loaded:
         move()
     tiles.join_copies(ring.channel)
     out = moves.collect(placement)
@@ -227,13 +233,18 @@ def _begin(
         with_barrier=False,
         launches=False,
     )
-    pointers = launch.pointers
-    words = launch.mapping, launch.counts, pointers.destinations, pointers.tickets, pointers.permit, call_permit
+    words = launch.mapping, launch.counts, launch.pointers, call_permit
+    everyones = None
+    if launch.moves is not None and launch.moves.puts is not None:
+        own = torch.full((1,), announced, dtype=torch.int64, device=ring.channel.device)
+        everyones = own.new_empty(placement.world_size)
+        launch.moves.puts.all_gather(own, everyones)
+    rest = everyones, placement.world_size, round_up_to_power(ring.channel.channels)
     ring.channel.launch(
         begin_pooling,
-        (placement, tiles.kind_of(unit), tiles.kind_of(call_permit)),
+        (placement, tiles.kind_of(unit), tiles.kind_of(call_permit), everyones is None),
         1,
-        (channel, *words, ring.index_errors.report, unit, announced, round_up_to_power(ring.channel.channels)),
+        (channel, *words, ring.index_errors.report, unit, announced, *rest),
         num_warps=4,
     )
     return channel

@@ -55,13 +55,15 @@ class RingPointers(NamedTuple):
 
 @triton.jit
 def begin_pooling(  # type: ignore[no-untyped-def]
-    channel, mapping, counts, destinations, tickets, permit, call_permit, report, offset, announced, BLOCK: tl.constexpr
-):
+    channel, mapping, counts, ring, call_permit, report, offset, announced, everyones, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Begin a call: send all ranks this rank's output position in its ring, and wait for theirs.
 
     One program. counts: of the signals that `mapping` maps to. offset: UNITs from the ring's beginning on.
-    announced: this rank's announcement of the call. permit, call_permit: int32 [1] each, or None, which get what the
-    call permits its backward pass: of this placement's last call, and of this one.
+    announced: this rank's announcement of the call. everyones: int64 [RANKS], those of all ranks, where ranks of other
+    nodes have put them; None in one node. ring.permit, call_permit: int32 [1] each, or None, which get what the call
+    permits its backward pass: of this placement's last call, and of this one.
     Signals: peer tile 0 at all other ranks, after the words in their `destinations`: this rank has begun the call, so
     it has ended the previous one, and peers may store into its output.
     Waits: for that signal from all other ranks, so that no program of `pool_and_send` has to: those may fill the GPU,
@@ -79,16 +81,19 @@ def begin_pooling(  # type: ignore[no-untyped-def]
     publishes = tiles.may_publish(channel)
     for distance in tl.static_range(channel.world):
         peer = (channel.rank + distance) % channel.world
-        words = tiles.peer_pointer(channel, destinations, peer) + word
+        words = tiles.peer_pointer(channel, ring.destinations, peer) + word
         tl.store(words, tl.cast(offset, tl.int64), mask=publishes)
         tl.store(words + 1, tl.cast(announced, tl.int64), mask=publishes)
-    tl.store(tickets, 0)
+    tl.store(ring.tickets, 0)
     tiles.peer_tile_notify(channel, 0, mode="broadcast")
     ready = tiles.peer_tile_wait(channel, 0, mode="broadcast")
     own = tl.cast(announced, tl.int64)
     other, refusing, needing, reluctant = -1, -1, -1, -1
-    for peer in tl.static_range(channel.world):
-        announcement = tl.load(destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
+    for peer in tl.static_range(RANKS):
+        if everyones is None:
+            announcement = tl.load(ring.destinations + ((epoch & 1) * channel.world + peer) * 2 + 1 + ready)
+        else:
+            announcement = tl.load(everyones + peer)
         needs_grad = ((announcement >> NEEDS_GRAD) & 1) == 1
         other = tl.where(((announcement ^ own) & 0x7FFFFFFF) != 0, peer, other)
         refusing = tl.where(((announcement >> REFUSES) & 1) == 1, peer, refusing)
@@ -108,7 +113,7 @@ def begin_pooling(  # type: ignore[no-untyped-def]
                 record_index_error(report, OTHER_TABLES, other, other, other, other)
             else:
                 record_index_error(report, OTHER_GRADIENTS, needing, reluctant, needing, needing)
-    tl.store(permit, permits)
+    tl.store(ring.permit, permits)
     if call_permit is not None:
         tl.store(call_permit, permits)
 

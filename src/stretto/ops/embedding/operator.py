@@ -28,7 +28,6 @@ from stretto.ops.embedding.forward import find_shape, look_up_and_send
 from stretto.ops.embedding.launch_config import LaunchConfig, choose_launch_config, list_launch_configs
 from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
-from stretto.ops.embedding.put.operator import find_put_slots
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
 from stretto.ops.joint.registry import name_schedule
 from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced
@@ -69,7 +68,8 @@ def embedding_all_to_all(
 
     schedule: a verified all-to-all by whose messages the vectors move, as soon as those for a rank are pooled: an
     algorithm's name ("direct-all-to-all"), or a compiled `Schedule` of as many ranks, such as a two-step one. The bits
-    are those without; the output is in memory of its own, and gradients return by the kernels' own exchange.
+    are those without; the output is in memory of its own, and gradients return by the kernels' own exchange. Between
+    nodes vectors and gradients always move by one: a two-step one, or a direct one of nodes that are not alike.
 
     checks: check every index and offset on the device. A bad one is read as zeros (an empty bag), and raises a
     ValueError with table, position and rank: on CPUs here, on GPUs at the next call or `check_indices`. That call
@@ -361,9 +361,6 @@ def check_indices(group: dist.ProcessGroup | None = None) -> None:
             torch.cuda.synchronize(ring.channel.device)
         ring.index_errors.check()
         ring.channel.check()
-    for slots in find_put_slots(find_name(group)):
-        torch.cuda.synchronize(slots.device)
-        slots.check()
 
 
 def find_placement_again(

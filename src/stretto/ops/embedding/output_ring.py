@@ -29,7 +29,7 @@ from torch import Tensor
 
 from stretto.memory import MAX_SIGNALS
 from stretto.ops.embedding.index_errors import IndexErrors
-from stretto.ops.operator import find_group, find_kept, list_kept
+from stretto.ops.operator import find_group, find_kept, list_kept, list_node_groups
 from stretto.tiles import BlockChannel
 
 OUTPUTS = 2
@@ -108,8 +108,9 @@ def _make_tensor(memory: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> 
 
 
 def find_output_rings(group: str) -> list[OutputRing]:
-    """Return all rings of a group."""
-    return [kept for kept in list_kept(group) if isinstance(kept, OutputRing)]
+    """Return all rings of a group, and of this node's ranks in it."""
+    groups = group, *list_node_groups(group)
+    return [kept for one in groups for kept in list_kept(one) if isinstance(kept, OutputRing)]
 
 
 class _Slot:

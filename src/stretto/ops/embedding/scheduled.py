@@ -19,10 +19,14 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
+from stretto.ops.choices import find_nodes
+from stretto.ops.embedding.backward_kernel import begin_push
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement
+from stretto.ops.joint.kernel import find_node_group, find_put_channel
+from stretto.ops.joint.registry import name_between_nodes
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
-from stretto.ops.operator import require_agreement
+from stretto.ops.operator import find_group, require_agreement
 
 _PARTS = 128  # of all ranks' rows
 _TILE_BYTES, _TILE_ROWS, _BLOCK = 65536, 64, 1024  # as of the experts' exchange
@@ -32,7 +36,8 @@ class ScheduledMoves(NamedTuple):
     """What all calls of a placement by one schedule share.
 
     table: int32 [source, target, 2], of which the first number says how many rows of `columns` numbers each rank has
-    for each other one. landed: this rank's, in the ring's memory.
+    for each other one; gradients return as many. landed: this rank's, in the ring's memory. puts: to ranks of other
+    nodes; the ring is then of this node's ranks.
     """
 
     ring: OutputRing
@@ -40,37 +45,52 @@ class ScheduledMoves(NamedTuple):
     table: Tensor
     columns: int
     landed: LandedRows
+    puts: tiles.PutChannel | None
+    is_back: bool
 
     @classmethod
-    def make(cls, group: str, device: torch.device, placement: EmbeddingPlacement, schedule: str) -> "ScheduledMoves":
-        """Make the group's; all ranks call it. ValueError for a schedule that is refused."""
+    def make(
+        cls,
+        group: str,
+        device: torch.device,
+        placement: EmbeddingPlacement,
+        schedule: str,
+        *,
+        is_back: bool = False,
+    ) -> "ScheduledMoves":
+        """Make the group's; all ranks call it. ValueError for a schedule that is refused. is_back: of gradients."""
         world, rank, batch = placement.world_size, placement.rank, placement.local_batch
-        signals = (limit_channels(world, CHANNELS) - 1) * world  # beside those of what is pooled
+        nodes = find_nodes(group, device)
+        here = find_node_group(group, device, nodes) if nodes else group
+        near = find_group(here).size()
+        signals = limit_channels(near, CHANNELS) * near - world  # beside those of what is pooled
         routed = find_routed("embedding_all_to_all", schedule, world, signals)
         require_agreement(f"embedding_all_to_all by {schedule}", False, group, device)
         columns = math.gcd(*placement.widths)
         rows = [batch * width // columns for width in placement.widths]
-        landed = sum(rows), routed.forwarded_pairs * max(rows)
+        landed = max(rows) * world if is_back else sum(rows), routed.forwarded_pairs * max(rows)
         size = sum(landed) * columns * placement.dtype.itemsize
-        ring = OutputRing.find(group, device, size, of_schedule=schedule)
-        pooled = (batch * len(placement.dims[rank]),) * world  # samples of each rank
+        ring = OutputRing.find(here, device, size, of_schedule=f"{schedule} back" if is_back else schedule)
+        pooled = None if is_back else (batch * len(placement.dims[rank]),) * world  # samples of each rank
         parts, channels = (max(CHANNELS, _PARTS // world), CHANNELS) if device.type == "cuda" else (4, 2)
         sizes = ring.channel.channels, parts, channels
-        tables = make_tables(routed, rank, *sizes, device, pooled)
+        movers = max(_count_programs(device) // 2, 1) if nodes else 0
+        tables = make_tables(routed, rank, *sizes, device, pooled, nodes=nodes, movers=movers)
+        puts = find_put_channel(group, device, movers) if nodes else None
         table = torch.tensor(rows, dtype=torch.int32)[:, None, None].expand(world, world, 2).contiguous().to(device)
         memory = ring.slots.view(placement.dtype)[: sum(landed) * columns].view(-1, columns)
-        return cls(ring, tables, table, columns, LandedRows(memory, *landed))
+        return cls(ring, tables, table, columns, LandedRows(memory, *landed), puts, is_back)
 
     def launch(self, channel: tiles.Channel, pooled: Tensor, permit: Tensor) -> None:
-        """Launch `move_rows`, which sends vectors [world, samples, own columns] that the call pools."""
+        """Launch `move_rows`, which sends vectors [world, samples, own columns] that the call pools, or what it is
+        given for each rank."""
         device, itemsize = pooled.device, pooled.element_size()
         block = min(triton.next_power_of_2(self.columns), _BLOCK)
         rows = min(max(_TILE_BYTES // (block * itemsize), 1), _TILE_ROWS) if pooled.is_cuda else 4
-        programs = limit_waiting(NCCL_BLOCKS, device) if pooled.is_cuda else 2
-        given = GivenRows(pooled, None, self.columns, pooled.numel() // self.columns)
+        given = GivenRows(pooled.view(-1, self.columns), None, self.columns)
         launch_moves(
-            self.ring.channel, channel, self.tables, given, self.landed, self.table, programs, (rows, block),
-            permit=permit,
+            self.ring.channel, channel, self.tables, given, self.landed, self.table, _count_programs(device),
+            (rows, block), by=(0, self.is_back), permit=permit, puts=self.puts,
         )  # fmt: skip
 
     def collect(self, placement: EmbeddingPlacement) -> Tensor:
@@ -78,3 +98,29 @@ class ScheduledMoves(NamedTuple):
         counts = [placement.local_batch * width for width in placement.widths]
         parts = self.landed.rows.view(-1)[: sum(counts)].split(counts)
         return torch.cat([part.view(placement.local_batch, -1) for part in parts if len(part)], 1)
+
+    def send_gradients(self, grad: Tensor, placement: EmbeddingPlacement, permit: Tensor, need: int) -> Tensor:
+        """Send grad [samples, all ranks' columns] to the tables' owners: the global batch's, for this rank's columns.
+
+        permit, need: as of `begin_push`.
+        """
+        given = torch.cat([part.reshape(-1) for part in grad.split(placement.widths, 1)])
+        mapping, counts = self.tables.destinations, self.tables.counts
+        channel = self.ring.channel.begin(
+            "embedding_all_to_all's gradient", mapping, mapping, "p2p", counts=counts, launches=False
+        )
+        key, block = (placement, need, tiles.kind_of(permit)), triton.next_power_of_2(self.ring.channel.channels)
+        self.ring.channel.launch(begin_push, key, 1, (channel, mapping, counts, permit, need, block), num_warps=4)
+        self.launch(channel, given, ((permit & need) == need).to(torch.int32))
+        width = placement.widths[placement.rank]
+        return self.landed.rows.view(-1)[: placement.batch * width].view(placement.batch, width)
+
+
+def _count_programs(device: torch.device) -> int:
+    return limit_waiting(NCCL_BLOCKS, device) if device.type == "cuda" else 2
+
+
+def find_way(group: str, device: torch.device, schedule: str = "") -> str:
+    """The schedule of a call: the caller's, else that of a group of several nodes; "" for the kernels' own exchange."""
+    nodes = find_nodes(group, device)
+    return schedule or (name_between_nodes("embedding_all_to_all", nodes) if nodes else "")

@@ -34,6 +34,8 @@ BETWEEN_NODES = {
     "all_gather_matmul": ("hierarchical-all-gather", "direct-all-gather"),
     "matmul_reduce_scatter": ("hierarchical-reduce-scatter", "direct-reduce-scatter"),
     "matmul_all_reduce": ("hierarchical-all-reduce", "two-shot-all-reduce"),
+    "embedding_all_to_all": ("two-step-all-to-all", "direct-all-to-all"),
+    "dispatch_grouped_matmul": ("two-step-all-to-all", "direct-all-to-all"),
 }
 """The algorithm of groups of several nodes, and of nodes that are not alike or whose ranks do not follow each other."""
 

@@ -15,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto import tiles
-from stretto.collectives.joint.routed import ARRIVED, FORWARDED, GIVEN, Hop, RoutedSchedule, route
+from stretto.collectives.joint.routed import ARRIVED, FORWARDED, GIVEN, Hop, RoutedMessage, RoutedSchedule, route
 from stretto.collectives.joint.routed_verifier import verify_routed
 from stretto.collectives.joint.schedule import NOBODY
 from stretto.ops.joint.registry import find_schedule
 
 _HOP = tl.constexpr(8)  # words of a hop
+_NEAR = tl.constexpr(-1)
 _GIVEN = tl.constexpr(GIVEN)
 _ARRIVED = tl.constexpr(ARRIVED)
 
@@ -28,38 +29,48 @@ _ARRIVED = tl.constexpr(ARRIVED)
 class GivenRows(NamedTuple):
     """Kernel argument: the rows that a rank sends, sorted by target.
 
-    Row i is rows[positions[i]]. rows: [., columns]. positions: int64 [known], or None for rows in their order. Rows
-    from `known` on are NaN, or zeros of integers.
+    Row i is rows[positions[i]]. rows: [., columns]. positions: int64 [known], or None for rows in their order.
     """
 
     rows: Any
     positions: Any
     columns: Any
-    known: Any
+
+    @property
+    def known(self) -> int:
+        """How many rows there are, on the host: a kernel gets it as a number of its own."""
+        return len(self.rows if self.positions is None else self.positions)
 
 
 class LandedRows(NamedTuple):
-    """Kernel argument: rows [capacity + forwarded, columns] in symmetric memory: what arrives, then what is passed on.
+    """Rows [capacity + forwarded, columns] in symmetric memory: what arrives, then what is passed on.
 
     Rows beyond the capacity do not arrive.
     """
 
-    rows: Any
-    capacity: Any
-    forwarded: Any
+    rows: Tensor
+    capacity: int
+    forwarded: int
 
 
 class HopTables(NamedTuple):
     """A rank's hops as a kernel reads them, int32.
 
-    hops: of each, its chunk, area, receiver's area, and in `lists` the first chunk of both areas and the chunk of both
-    places. parts: hop * PARTS + part, in their order. count: of these.
+    hops: of each, its chunk, area, receiver's area, in `lists` the first chunk of both areas and the chunk of both
+    places, and NEAR, or the rank of another node to which it is put, or from which it comes. parts: hop * PARTS + part,
+    in their order. count: of these; 0 between nodes, where the p-th program has those from number begins[p] on: first
+    the movers, then as many that receive. table: int32 [source, target, 2], how many rows each rank has for each other
+    one, as `MoveSizes` reads it. permit: None, or int32 [1], 0 in a call that ranks do not make together, of which
+    nothing is sent or awaited.
     """
 
     hops: Any
     parts: Any
     lists: Any
+    begins: Any
     count: Any
+    table: Any = None
+    permit: Any = None
 
 
 class MoveSizes(NamedTuple):
@@ -67,7 +78,7 @@ class MoveSizes(NamedTuple):
 
     which: the number of the table that says how many rows there are; is_transposed: of [target, source]. pieces: of a
     pair's rows; parts, channels: of a piece; longest: chunks of a list, a power of two. A program loads rows x block
-    numbers before it stores them.
+    numbers before it stores them. arriving: signals of what arrives here that are awaited; 0 for no wait.
     """
 
     which: Any
@@ -78,6 +89,7 @@ class MoveSizes(NamedTuple):
     longest: Any
     rows: Any
     block: Any
+    arriving: Any
 
 
 class RoutedTables(NamedTuple):
@@ -86,7 +98,8 @@ class RoutedTables(NamedTuple):
     sources, destinations, arrivals: the signals that each hop waits for and gives, and of the chunks that arrive, a
     tile for each of the `channels` of a chunk. counters: the places of the latter among all counters of this rank.
     counts: of `BlockChannel.begin`. given: the signal of the rows for each rank, None if they are there at the
-    beginning. longest: chunks of a list, a power of two. pieces: of a pair of ranks; parts: of a piece.
+    beginning. longest: chunks of a list, a power of two. pieces: of a pair of ranks; parts: of a piece. movers: that
+    put; 0 in one node.
     """
 
     hops: HopTables
@@ -100,6 +113,7 @@ class RoutedTables(NamedTuple):
     pieces: int
     parts: int
     channels: int
+    movers: int
 
     def as_shards(self, world: int) -> tiles.StaticMapping:
         """The parts and the channels of each rank's rows."""
@@ -107,55 +121,105 @@ class RoutedTables(NamedTuple):
         return tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
 
 
-@triton.jit
-def move_rows(channel, sources, destinations, arrivals, tables, given, landed, table, sizes, permit, arriving):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["known", "capacity", "forwarded"])  # they may change with each call
+def move_rows(  # type: ignore[no-untyped-def]
+    channel, puts, sources, destinations, arrivals, tables, given, landed, sizes, known, capacity, forwarded
+):  # fmt: skip
     """Send `GivenRows` to their ranks' `LandedRows`, by the hops of a routed schedule.
 
-    table: int32 [source, target, 2], how many rows each rank has for each other one, as `MoveSizes` reads it. A chunk
-    has `parts` parts, signalled by `channels` channels. permit: None, or int32 [1], 0 in a call that ranks do not make
-    together, of which nothing is sent or awaited.
+    landed, capacity, forwarded: this rank's. known: given rows; those from it on are NaN, or zeros of integers.
+
+    A chunk has `parts` parts, signalled by `channels` channels.
     Order: that of `HopTables.parts`: message after message, of each all hops' first parts first.
     Signals: each part of a hop once, also an empty one, at the receiver, after its stores ("p2p").
     Waits: a part that is passed on waits for the signal of that part of the message that brought it, and one of given
     rows, where another kernel makes them, for its signal, which waits for nothing; at the end, each
     program waits for its share of the `arriving` signals of what arrives here, so landed rows are complete when the
-    kernel has ended (arriving: 0 for no wait). Programs claim parts in their order, and all ranks' parts have one order
+    kernel has ended. Programs claim parts in their order, and all ranks' parts have one order
     in which each needs only what comes before it (`verify_routed`), so one running program a rank is enough.
+    Between nodes (puts is not None; the channel is then of this rank's node): a part's number chooses the mover that
+    puts it in slices, through slots of its own, each after its credit; on the other rank the same number chooses the
+    program that receives it, stores it in its place, releases the slices, and gives this rank the part's signal. Each
+    mover makes its parts in the order of all ranks' messages, and each receiver waits for slices alone, in that order.
+    So of all parts that are not done, the first one's source is there, and its slices find slots, however few there
+    are. All programs are resident (`limit_waiting`).
     Reuse: of two slots or one, as `begin` was told. Within a call each place is written once. A slot is written once
     all ranks have begun this call, or the one after the slot's last, and so have read, and passed on, what it held.
     """
+    rows = known, capacity, forwarded
+    may_move = True
+    if tables.permit is not None:
+        may_move = tl.load(tables.permit) != 0
+    if puts is None:
+        count = tl.where(may_move, tables.count, 0)
+        task = tiles.claim(channel)
+        while task < count:
+            following = tiles.claim(channel)
+            entry = tl.load(tables.parts + task)
+            _move_part(channel, None, sources, destinations, tables, given, landed, sizes, rows, entry)
+            task = following
+    else:
+        program = tl.program_id(0)
+        first, last = tl.load(tables.begins + program), tl.load(tables.begins + program + 1)
+        for task in range(first, tl.where(may_move, last, first)):
+            entry = tl.load(tables.parts + task)
+            if program < tl.num_programs(0) // 2:
+                _move_part(channel, puts, sources, destinations, tables, given, landed, sizes, rows, entry)
+            else:
+                _receive_part(channel, puts, destinations, tables, given, landed, sizes, rows, entry)
+    for index in range(tl.program_id(0), tl.where(may_move, sizes.arriving, 0), tl.num_programs(0)):
+        tiles.consumer_tile_wait(channel, arrivals, index)
+
+
+@triton.jit
+def _move_part(channel, puts, sources, destinations, tables, given, landed, sizes, numbers, entry):  # type: ignore[no-untyped-def]
+    """Wait for a part of a hop, store or put it, and signal what is stored. numbers: known, capacity, forwarded."""
+    known, capacity, forwarded = numbers
     unknown: tl.constexpr = float("nan") if given.rows.dtype.element_ty.is_floating() else 0
     rows: tl.constexpr = sizes.rows
     block: tl.constexpr = sizes.block
-    count = tables.count + tl.program_id(0) * 0
-    if permit is not None:
-        count = tl.where(tl.load(permit) != 0, count, 0)
-    task = tiles.claim(channel)
-    while task < count:
-        following = tiles.claim(channel)
-        entry = tl.load(tables.parts + task)
-        hop, part = entry // sizes.parts, entry % sizes.parts
-        tile = hop * sizes.channels + part // (sizes.parts // sizes.channels)
-        word = tables.hops + hop * _HOP
-        chunk, area, to_area = tl.load(word), tl.load(word + 1), tl.load(word + 2)
-        first, base = (
-            _sum_sizes(channel, table, tables, sizes, word + 3),
-            _sum_sizes(channel, table, tables, sizes, word + 5),
-        )
-        size, part_rows = _find_size(channel, table, sizes, chunk)
-        is_given, arrives = area == _GIVEN, to_area == _ARRIVED
-        # What is passed on lies behind what arrives.
-        first += tl.where(is_given | (area == _ARRIVED), 0, landed.capacity)
-        base += tl.where(arrives, 0, landed.capacity)
-        end = landed.capacity + tl.where(arrives, 0, landed.forwarded)
-        ready = tiles.consumer_tile_wait(channel, sources, tile)
-        there = tiles.peer_pointer(channel, landed.rows, tiles.tile_rank(destinations, tile))
+    hop, part = entry // sizes.parts, entry % sizes.parts
+    tile = hop * sizes.channels + part // (sizes.parts // sizes.channels)
+    word = tables.hops + hop * _HOP
+    chunk, area, to_area = tl.load(word), tl.load(word + 1), tl.load(word + 2)
+    world = _count_ranks(channel, puts)
+    first, base = _sum_sizes(world, tables, sizes, word + 3), _sum_sizes(world, tables, sizes, word + 5)
+    size, part_rows = _find_size(world, tables, sizes, chunk)
+    is_given, arrives = area == _GIVEN, to_area == _ARRIVED
+    # What is passed on lies behind what arrives.
+    first += tl.where(is_given | (area == _ARRIVED), 0, capacity)
+    base += tl.where(arrives, 0, capacity)
+    end = capacity + tl.where(arrives, 0, forwarded)
+    ready = tiles.consumer_tile_wait(channel, sources, tile)
+    far = tl.load(word + 7)
+    if puts is not None:  # noqa: SIM102  (a constant, and a number of the device)
+        if far >= 0:
+            start = part * part_rows
+            count = tl.maximum(tl.minimum(size - start, part_rows), 0) * given.columns
+            step: tl.constexpr = puts.slot_bytes // (given.rows.dtype.element_ty.primitive_bitwidth // 8)
+            for at in range(0, count, step):
+                place = at + tl.arange(0, step)
+                row, column = (first + start + place // given.columns).to(tl.int64), place % given.columns
+                is_here = (place < count) & tl.where(is_given, row < known, row < capacity + forwarded)
+                if given.positions is not None:
+                    row = tl.load(given.positions + row, mask=is_here & is_given, other=0) + tl.where(is_given, 0, row)
+                offset = row * given.columns + column + ready
+                value = tl.load(given.rows + offset, mask=is_here & is_given, other=unknown)
+                value = tl.where(is_given, value, tl.load(landed + offset, mask=is_here & (is_given == 0), other=0))
+                slot = _find_slot(puts, part, at // step)
+                zero = tiles.await_credit(puts, slot, far)
+                outgoing = tiles.outgoing_slice(puts, slot, far).to(tl.pointer_type(value.dtype))
+                tl.store(tl.multiple_of(outgoing + zero, 16) + tl.arange(0, step), value, mask=place < count)
+                num_bytes = tl.minimum(count - at, step) * (value.dtype.primitive_bitwidth // 8)
+                tiles.put_slice(puts, slot, num_bytes, far, slot)
+    if far < 0:
+        there = tiles.peer_pointer(channel, landed, tiles.tile_rank(destinations, tile))
         publishes = tiles.may_publish(channel)  # memory may hold another call's rows after a failed wait
         for start in range(part * part_rows, tl.minimum((part + 1) * part_rows, size), rows):
             at = start + tl.arange(0, rows)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
-            is_known = (at < size) & ((row < given.known) | (is_given == 0))
-            is_landed = row < landed.capacity + landed.forwarded
+            is_known = (at < size) & ((row < known) | (is_given == 0))
+            is_landed = row < capacity + forwarded
             is_stored = (at < size) & (target < end) & publishes
             if given.positions is not None:
                 row = tl.load(given.positions + row, mask=is_known & is_given, other=0) + tl.where(is_given, 0, row)
@@ -167,37 +231,78 @@ def move_rows(channel, sources, destinations, arrivals, tables, given, landed, t
                 if is_given:
                     value = tl.load(given.rows + ready + offsets, mask=mask, other=unknown)
                 else:
-                    value = tl.load(landed.rows + ready + offsets, mask=mask & is_landed[:, None], other=0)
+                    value = tl.load(landed + ready + offsets, mask=mask & is_landed[:, None], other=0)
                 tl.store(
                     there + target[:, None] * given.columns + place[None, :],
                     value,
                     mask=is_stored[:, None] & is_column,
                 )
         tiles.producer_tile_notify(channel, destinations, tile, "p2p")
-        task = following
-    for index in range(tl.program_id(0), tl.where(count > 0, arriving, 0), tl.num_programs(0)):
-        tiles.consumer_tile_wait(channel, arrivals, index)
 
 
 @triton.jit
-def _find_size(channel, table, sizes, chunk):  # type: ignore[no-untyped-def]
+def _receive_part(channel, puts, destinations, tables, given, landed, sizes, numbers, entry):  # type: ignore[no-untyped-def]
+    """Store what another node's rank has put of a part of a hop in its place, and signal this rank."""
+    _, capacity, forwarded = numbers
+    hop, part = entry // sizes.parts, entry % sizes.parts
+    tile = hop * sizes.channels + part // (sizes.parts // sizes.channels)
+    word = tables.hops + hop * _HOP
+    arrives, peer = tl.load(word + 2) == _ARRIVED, tl.load(word + 7)
+    base = _sum_sizes(puts.world, tables, sizes, word + 5) + tl.where(arrives, 0, capacity)
+    end = capacity + tl.where(arrives, 0, forwarded)
+    size, part_rows = _find_size(puts.world, tables, sizes, tl.load(word))
+    start = part * part_rows
+    count = tl.maximum(tl.minimum(size - start, part_rows), 0) * given.columns
+    step: tl.constexpr = puts.slot_bytes // (landed.dtype.element_ty.primitive_bitwidth // 8)
+    for at in range(0, count, step):
+        place = at + tl.arange(0, step)
+        slot = _find_slot(puts, part, at // step)
+        zero = tiles.wait_slice(puts, peer, slot)
+        arrived = tiles.arrived_slice(puts, slot, peer).to(tl.pointer_type(landed.dtype.element_ty))
+        value = tl.load(tl.multiple_of(arrived + zero, 16) + tl.arange(0, step), mask=place < count)
+        target = (base + start).to(tl.int64) * given.columns + place
+        is_stored = (place < count) & (target < end.to(tl.int64) * given.columns)
+        tl.store(landed + target, value, mask=is_stored & tiles.may_publish(channel))
+        tiles.release_slice(puts, slot, peer, slot)
+    tiles.producer_tile_notify(channel, destinations, tile, "p2p")
+
+
+@triton.jit
+def _find_slot(puts, part, number):  # type: ignore[no-untyped-def]
+    """The slot, and the signal, of a part's slice: those of its mover, in turn."""
+    movers = tl.num_programs(0) // 2
+    own = puts.slots // movers
+    return part % movers * own + number % own
+
+
+@triton.jit
+def _count_ranks(channel, puts):  # type: ignore[no-untyped-def]
+    """The ranks that exchange rows: between nodes, the channel has those of this one."""
+    world = channel.world
+    if puts is not None:
+        world = puts.world
+    return world
+
+
+@triton.jit
+def _find_size(world, tables, sizes, chunk):  # type: ignore[no-untyped-def]
     """(rows of a chunk, rows of each of its parts): a pair's rows are cut into all its pieces' parts, of whole rows."""
     pair = chunk // sizes.pieces
     if sizes.is_transposed:
-        pair = pair % channel.world * channel.world + pair // channel.world
-    count = tl.load(table + pair * 2 + sizes.which)
+        pair = pair % world * world + pair // world
+    count = tl.load(tables.table + pair * 2 + sizes.which)
     part_rows = tl.cdiv(tl.cdiv(count, sizes.pieces * sizes.parts), sizes.rows) * sizes.rows
     begin = chunk % sizes.pieces * sizes.parts * part_rows
     return tl.minimum(tl.maximum(count - begin, 0), sizes.parts * part_rows), part_rows
 
 
 @triton.jit
-def _sum_sizes(channel, table, tables, sizes, word):  # type: ignore[no-untyped-def]
+def _sum_sizes(world, tables, sizes, word):  # type: ignore[no-untyped-def]
     """The rows of the chunks of `tables.lists` from number word[0] to number word[1] - 1."""
     longest: tl.constexpr = sizes.longest
     at = tl.load(word) + tl.arange(0, longest)
     is_before = at < tl.load(word + 1)
-    found, _ = _find_size(channel, table, sizes, tl.load(tables.lists + at, mask=is_before, other=0))
+    found, _ = _find_size(world, tables, sizes, tl.load(tables.lists + at, mask=is_before, other=0))
     return tl.sum(tl.where(is_before, found, 0), 0)
 
 
@@ -226,12 +331,17 @@ def make_tables(
     channels: int,
     device: torch.device,
     given_signals: tuple[int, ...] | None = None,
+    *,
+    nodes: tuple[int, ...] = (),
+    movers: int = 0,
 ) -> RoutedTables:
     """Write a rank's routed schedule into tables on its device.
 
     capacity: channels of a receiver, of one sender. parts, channels: of a pair's rows, at most if its pieces are as
     many. given_signals: how often the rows for each rank are signalled here; None if all are there at the beginning.
+    nodes: of each rank, where there are several: signals are then of this rank's node alone, and `movers` programs put.
     """
+    near = [peer for peer in range(len(routed.ranks)) if not nodes or nodes[peer] == nodes[rank]]
     world, given = len(routed.ranks), 0 if given_signals is None else len(routed.ranks)
     of_message = min(max(channels // routed.pieces, 1), (capacity - given) // max(routed.channels, 1))
     each = max(parts // routed.pieces // of_message, 1)  # parts of a channel
@@ -245,13 +355,21 @@ def make_tables(
         """(rank, first channel, the one after it) of each signal of a message; NOBODY's has none."""
         if number == NOBODY:
             return [(0, 0, 0)] * of_message
-        return [(sender, at, at + 1) for at in range(number * of_message, (number + 1) * of_message)]
+        return [(near.index(sender), at, at + 1) for at in range(number * of_message, (number + 1) * of_message)]
+
+    def signal(receiver: int, number: int) -> list[tuple[int, int, int]]:
+        """As `span`, at the receiver; at a rank of another node none."""
+        return span(receiver, number) if receiver in near else [(0, 0, 0)] * of_message
+
+    def give(sender: int) -> int:
+        """Who gives this rank the signals of what the sender sends."""
+        return sender if sender in near or sender == NOBODY else rank
 
     def await_hop(hop: Hop) -> list[tuple[int, int, int]]:
         if hop.area != GIVEN or given_signals is None:
-            return span(hop.sender, hop.channel)
+            return span(give(hop.sender), hop.channel)
         at = begin + hop.chunk // routed.pieces % world
-        return [(rank, at, at + 1)] * of_message
+        return [(near.index(rank), at, at + 1)] * of_message
 
     def look_up(signals: Iterable[list[tuple[int, int, int]]]) -> tiles.DynamicMapping:
         ranks, starts, ends = map(table, zip(*chain.from_iterable(signals), strict=True))
@@ -261,38 +379,76 @@ def make_tables(
     lists = [routed.list_places(of, area) for of in range(world) for area in (GIVEN, FORWARDED, ARRIVED)]
     starts = list(accumulate(map(len, lists), initial=0))
     hops = [(message, hop) for message in plan.messages for hop in message.hops]
+    far = [  # in the order of all ranks' messages, by which channels are numbered
+        (message.channel, sender, message)
+        for sender, routes in enumerate(routed.ranks)
+        for message in routes.messages
+        if message.receiver == rank and sender not in near
+    ]
+    received = [(sender, message) for _, sender, message in sorted(far)]
     words = []
     for message, hop in hops:
         first, there = starts[3 * rank + hop.area], starts[3 * message.receiver + message.area]
-        words += [hop.chunk, hop.area, message.area, first, first + hop.number, there, there + hop.to, 0]
-    order, number = [], 0
-    for message in plan.messages:
-        of_hops = range(number, number + len(message.hops))
-        order += [hop * of_piece + part for part in range(of_piece) for hop in of_hops]
-        number += len(message.hops)
+        peer = _NEAR.value if message.receiver in near else message.receiver
+        words += [hop.chunk, hop.area, message.area, first, first + hop.number, there, there + hop.to, peer]
+    for sender, message in received:
+        there = starts[3 * rank + message.area]
+        for hop in message.hops:
+            words += [hop.chunk, 0, message.area, 0, 0, there, there + hop.to, sender]
+    number = 0
 
-    counts = torch.zeros(2, world, capacity, dtype=torch.int32)
+    def order_parts(messages: Iterable[RoutedMessage]) -> list[int]:
+        """The parts of the next hops, message after message, of each all hops' first parts first."""
+        nonlocal number
+        found = []
+        for message in messages:
+            of_hops = range(number, number := number + len(message.hops))
+            found += [hop * of_piece + part for part in range(of_piece) for hop in of_hops]
+        return found
+
+    order, taken, begins = order_parts(plan.messages), order_parts(message for _, message in received), [0]
+    if movers:
+        shares = [
+            [entry for entry in entries if entry % of_piece % movers == mover]
+            for entries in (order, taken)
+            for mover in range(movers)
+        ]
+        order, begins = list(chain.from_iterable(shares)), list(accumulate(map(len, shares), initial=0))
+
+    counts = torch.zeros(2, len(near), capacity, dtype=torch.int32)
     for sender, routes in enumerate(routed.ranks):
         for message in routes.messages:
             channels_of = slice(message.channel * of_message, (message.channel + 1) * of_message)
+            is_near = nodes == () or nodes[sender] == nodes[message.receiver]
+            giver = sender if is_near else message.receiver
             if message.receiver == rank:
-                counts[0, sender, channels_of] += each * len(message.hops)
-            if sender == rank:
-                counts[1, message.receiver, channels_of] += each * len(message.hops)
+                counts[0, near.index(giver), channels_of] += each * len(message.hops)
+            if giver == rank:
+                counts[1, near.index(message.receiver), channels_of] += each * len(message.hops)
     for target, signals in enumerate(given_signals or ()):
-        counts[:, rank, begin + target] += signals
+        counts[:, near.index(rank), begin + target] += signals
     return RoutedTables(
-        HopTables(table(words), table(order), table(chain.from_iterable(lists)), len(order)),
+        HopTables(
+            table(words), table(order), table(chain.from_iterable(lists)), table(begins), 0 if movers else len(order)
+        ),
         look_up(await_hop(hop) for _, hop in hops),
-        look_up(span(message.receiver, message.channel) for message, _ in hops),
-        look_up(span(*arrival) for arrival in plan.arrivals),
-        table(sender * capacity + at for arrival in plan.arrivals for sender, at, _ in span(*arrival)),
+        look_up(
+            [
+                *(signal(message.receiver, message.channel) for message, _ in hops),
+                *(span(rank, message.channel) for _, message in received for _ in message.hops),
+            ]
+        ),
+        look_up(span(give(sender), at) for sender, at in plan.arrivals),
+        table(giver * capacity + at for sender, of in plan.arrivals for giver, at, _ in span(give(sender), of)),
         counts.to(device),
-        None if given_signals is None else look_up([(rank, begin + to, begin + to + 1)] for to in range(world)),
+        None
+        if given_signals is None
+        else look_up([(near.index(rank), begin + to, begin + to + 1)] for to in range(world)),
         triton.next_power_of_2(max(map(len, lists))),
         routed.pieces,
         of_piece,
         of_message,
+        movers,
     )
 
 
@@ -300,7 +456,7 @@ def launch_moves(
     block_channel: tiles.BlockChannel,
     channel: tiles.Channel,
     tables: RoutedTables,
-    given: Any,
+    given: GivenRows,
     landed: LandedRows,
     table: Tensor,
     programs: int,
@@ -309,18 +465,21 @@ def launch_moves(
     by: tuple[int, bool] = (0, False),
     waits: bool = True,
     permit: Tensor | None = None,
+    puts: tiles.PutChannel | None = None,
 ) -> None:
-    """Launch `move_rows` in a call that has begun; given: `GivenRows`, or whatever has its fields.
+    """Launch `move_rows` in a call that has begun. puts: between nodes, where as many programs put, and receive.
 
     tile: rows and block of `MoveSizes`; by: which, and is_transposed. waits: for all that arrives here.
     """
     arriving = tables.arrivals.rank.numel() if waits else 0
-    sizes = *by, tables.pieces, tables.parts, tables.channels, tables.longest, *tile
+    sizes = *by, tables.pieces, tables.parts, tables.channels, tables.longest, *tile, arriving
+    programs, begun = 2 * tables.movers or programs, None if puts is None else puts.begin("rows by a schedule")
+    hops = tables.hops._replace(table=table, permit=permit)
     arguments = (
-        channel, tables.sources, tables.destinations, tables.arrivals, tables.hops, given, landed, table,
-        fix_sizes(*sizes), permit, arriving,
+        channel, begun, tables.sources, tables.destinations, tables.arrivals, hops, given, landed.rows,
+        fix_sizes(*sizes), given.known, landed.capacity, landed.forwarded,
     )  # fmt: skip
-    key = *map(tiles.kind_of, (*tables.hops, *given, *landed, table, permit, arriving)), *sizes
+    key = *map(tiles.kind_of, (*hops, *given, landed.rows)), *sizes, None if puts is None else puts.kind
     block_channel.launch(move_rows, key, programs, arguments, num_warps=16)
 
 

@@ -13,8 +13,8 @@ from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
 from stretto.memory.groups import count_groups, make_local_group
 from stretto.memory.plain_data import all_gather_data
-from stretto.ops.choices import find_group_obstacle
-from stretto.ops.joint.registry import name_schedule
+from stretto.ops.choices import find_group_obstacle, find_nodes, find_routed_obstacle
+from stretto.ops.joint.registry import name_between_nodes, name_schedule
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route, find_messages
 from stretto.ops.moe.pairs import ExpertParts
@@ -113,7 +113,9 @@ def check_call(
             raise ValueError(f"{operator}: a schedule is one of group's ranks: leave out gather_group, or schedule")
         name = _name_schedule(schedule, implementation, 1 if group is None else group.size())
         implementation = "kernel"
-    runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device)
+    elif implementation == "kernel" and group is not None and gather_group is None and operator != "dispatch_few":
+        name = _name_between_nodes(group, x.device)
+    runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device, name)
     return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective, name)
 
 
@@ -122,6 +124,13 @@ def _name_schedule(schedule: str | Schedule, implementation: str, ranks: int) ->
     name = name_schedule("dispatch_grouped_matmul", schedule, implementation, ranks)
     find_messages(name, ranks)
     return name
+
+
+@torch.compiler.disable
+def _name_between_nodes(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The schedule by which tokens go between nodes; "" in one, where kernels store them."""
+    nodes = find_nodes(find_name(group), device)
+    return name_between_nodes("dispatch_grouped_matmul", nodes) if nodes else ""
 
 
 def _join(
@@ -176,6 +185,7 @@ def _runs_kernels(
     group: dist.ProcessGroup | None,
     gather_group: dist.ProcessGroup | None,
     device: torch.device,
+    schedule: str,
 ) -> bool:
     """True if kernels exchange the tokens of a call, on all ranks alike. ValueError for "kernel" if none can."""
     # With gather_group kernels have not been measured.
@@ -186,7 +196,7 @@ def _runs_kernels(
     obstacle = "gather_group without a group gathers by the library" if group is None else ""
     if group is not None:
         joint = group if gather_group is None else _join(group, gather_group, device)[0]
-        obstacle = find_group_obstacle(find_name(joint), device)
+        obstacle = (find_routed_obstacle if schedule else find_group_obstacle)(find_name(joint), device)
     if implementation == "kernel":
         if obstacle:
             raise ValueError(f'{operator}: no kernel can run: {obstacle}; implementation="library" will do')

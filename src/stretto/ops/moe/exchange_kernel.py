@@ -9,35 +9,10 @@ All read all sizes on the device. What a rank receives of a source is contiguous
 consumer may wait for the parts that it needs, or for the kernel's end, when all of them have arrived.
 """
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from stretto import tiles
-
-
-class PushedRows(NamedTuple):
-    """Kernel argument: the rows that a rank pushes, sorted by receiver.
-
-    Row i is rows[positions[i]]. rows: [., columns]. positions: int64 [known], or None for rows in their order. Rows
-    from `known` on are NaN, or zeros of integers.
-    """
-
-    rows: Any
-    positions: Any
-    columns: Any
-    known: Any
-
-
-class StagedRows(NamedTuple):
-    """Kernel argument: what a rank receives, sorted by sender: rows [capacity, columns], in symmetric memory.
-
-    Rows from `capacity` on are not sent.
-    """
-
-    rows: Any
-    capacity: Any
 
 
 @triton.jit
@@ -82,17 +57,18 @@ def exchange_counts(  # type: ignore[no-untyped-def]
         tl.store(place + channel.world, tl.full([BLOCK], 0, tl.int64) + limit, mask=exceeds)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["known", "capacity"])  # they may change with each call
 def push_rows(  # type: ignore[no-untyped-def]
-    channel, mapping, pushed, staged, table,
+    channel, mapping, pushed, staged, table, known, capacity,
     WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, WAITS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Push each of `PushedRows` into its receiver's `StagedRows`.
+    """Push each of `GivenRows` into its receiver's staged [capacity, columns], which is sorted by sender.
+
+    known: rows that are pushed; those from it on are NaN, or zeros of integers. capacity: rows from it on are not sent.
 
     mapping: by `shard_tiles`, a tile for each part of the rows from each rank to each other one; a channel may have
     several. table: int32 [source, destination, 2], numbers of pairs and of choices: number WHICH says how many rows go
-    from each rank to each other one; TRANSPOSED: from each destination back to its source. WORLD: a power of two.
+    from each rank to each other one; TRANSPOSED: from each destination back to its source.
     Order: a part of each receiver's rows in turn, the next rank's first and own ones last, so that no two ranks write
     to one at once, and early parts of all arrive early; without WAITS own ones first, for products that begin with
     them. A program loads ROWS x BLOCK numbers before it stores them.
@@ -105,8 +81,8 @@ def push_rows(  # type: ignore[no-untyped-def]
     """
     parts: tl.constexpr = mapping.rows
     unknown: tl.constexpr = float("nan") if pushed.rows.dtype.element_ty.is_floating() else 0
-    peers = tl.arange(0, WORLD)
-    going = _load_numbers(channel, table, channel.rank, WHICH, not TRANSPOSED, WORLD)
+    peers = tl.arange(0, triton.next_power_of_2(channel.world))
+    going = _load_numbers(channel, table, channel.rank, WHICH, not TRANSPOSED)
     task = tiles.claim(channel)
     while task < channel.world * parts:
         following = tiles.claim(channel)
@@ -118,18 +94,18 @@ def push_rows(  # type: ignore[no-untyped-def]
             other = tl.maximum(task - parts, 0)
             peer = tl.where(task < parts, channel.rank, (channel.rank + 1 + other % others) % channel.world)
             part = tl.where(task < parts, task, other // others)
-        coming = _load_numbers(channel, table, peer, WHICH, TRANSPOSED, WORLD)
+        coming = _load_numbers(channel, table, peer, WHICH, TRANSPOSED)
         first = tl.sum(tl.where(peers < peer, going, 0), 0)
         count = tl.sum(tl.where(peers == peer, going, 0), 0)
         base = tl.sum(tl.where(peers < channel.rank, coming, 0), 0)
         size = _part_rows(count, parts, ROWS)
-        there = tiles.peer_pointer(channel, staged.rows, peer)
+        there = tiles.peer_pointer(channel, staged, peer)
         publishes = tiles.may_publish(channel)  # staging may hold another call's rows after a failed wait
         for start in range(part * size, tl.minimum((part + 1) * size, count), ROWS):
             at = start + tl.arange(0, ROWS)
             row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
-            is_known = (at < count) & (row < pushed.known)
-            is_stored = (at < count) & (target < staged.capacity) & publishes
+            is_known = (at < count) & (row < known)
+            is_stored = (at < count) & (target < capacity) & publishes
             if pushed.positions is not None:
                 row = tl.load(pushed.positions + row, mask=is_known, other=0)
             for column in range(0, pushed.columns, BLOCK):
@@ -155,11 +131,9 @@ def push_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load_numbers(  # type: ignore[no-untyped-def]
-    channel, table, rank, WHICH: tl.constexpr, TRANSPOSED: tl.constexpr, WORLD: tl.constexpr
-):
-    """[WORLD]: the rows from each rank to `rank` of the table, or TRANSPOSED, from `rank` to each."""
-    peers = tl.arange(0, WORLD)
+def _load_numbers(channel, table, rank, WHICH: tl.constexpr, TRANSPOSED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The rows from each rank to `rank` of the table, or TRANSPOSED, from `rank` to each; padded to a power of two."""
+    peers = tl.arange(0, triton.next_power_of_2(channel.world))
     at = rank * channel.world + peers if TRANSPOSED else peers * channel.world + rank
     return tl.load(table + at * 2 + WHICH, mask=peers < channel.world, other=0)
 

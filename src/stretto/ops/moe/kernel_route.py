@@ -19,8 +19,10 @@ from torch import Tensor
 from stretto import tiles
 from stretto.collectives.joint.routed import RoutedSchedule
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
-from stretto.ops.joint.routed import LandedRows, RoutedTables, find_routed, launch_moves, make_tables
-from stretto.ops.moe.exchange_kernel import PushedRows, StagedRows, exchange_counts, push_rows
+from stretto.ops.choices import find_nodes
+from stretto.ops.joint.kernel import find_node_group, find_put_channel
+from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
+from stretto.ops.moe.exchange_kernel import exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
@@ -204,9 +206,12 @@ def find_kernel_route(
     return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits)
 
 
-def find_messages(schedule: str, ranks: int) -> RoutedSchedule:
-    """The verified messages of a schedule of experts' tokens. ValueError for one that is refused."""
-    return find_routed("dispatch_grouped_matmul", schedule, ranks, CHANNELS * ranks)
+def find_messages(schedule: str, ranks: int, near: int | None = None) -> RoutedSchedule:
+    """The verified messages of a schedule of experts' tokens. ValueError for one that is refused.
+
+    near: ranks of this node; None for all.
+    """
+    return find_routed("dispatch_grouped_matmul", schedule, ranks, CHANNELS * (ranks if near is None else near))
 
 
 def _exchange_counts(
@@ -214,6 +219,13 @@ def _exchange_counts(
 ) -> Tensor:
     """All ranks' counts [ranks, 2], and then their sums: int32 [source, destination, 2]; records more than max_rows."""
     world, name, device = group.size(), find_name(group), counts.device
+    if find_nodes(name, device):
+        table = counts.new_empty(world + 1, *counts.shape)
+        find_put_channel(name, device, _count_movers(device)).all_gather(counts.contiguous(), table[:world])
+        torch.sum(table[:world], 0, dtype=torch.int32, out=table[world])
+        if max_rows is not None:
+            find_record(of_group, device, group).update(table[world, :, 1].to(torch.int64), max_rows)
+        return table
 
     def make() -> tiles.BlockChannel:
         return tiles.BlockChannel.allocate(
@@ -266,21 +278,25 @@ def _push(
     schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
-    routed = find_messages(way[0], world) if way[0] else None
+    nodes = find_nodes(name, rows.device)
+    here = find_node_group(name, rows.device, nodes) if nodes else name
+    near = find_group(here).size()
+    routed = find_messages(way[0], world, near) if way[0] else None
     forwarded = 0 if routed is None else routed.forwarded_pairs * way[1]
     shape = max(capacity + forwarded, 1), max(columns, 1)  # a tensor without numbers has no address
     size = count_bytes(*shape, dtype=rows.dtype)
-    workspace = find_workspace(name, rows.device, size, "barrier" if routed is None else "copy_engine")
+    workspace = find_workspace(here, rows.device, size, "barrier" if routed is None else "copy_engine")
     block_channel, power = workspace.channel, triton.next_power_of_2(world)
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
     tables: RoutedTables | None = None
     if routed is None:
         mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     else:
-        sizes = block_channel.channels, parts, channels
+        sizes, movers = (block_channel.channels, parts, channels), _count_movers(rows.device) if nodes else 0
+        puts = find_put_channel(name, rows.device, movers) if nodes else None
         tables = find_known(
             name, rows.device, ("experts' messages", way[0], *sizes),
-            lambda: make_tables(routed, block_channel.rank, *sizes, rows.device),
+            lambda: make_tables(routed, group.rank(), *sizes, rows.device, nodes=nodes, movers=movers),
         )  # fmt: skip
         mapping = tables.as_shards(world)
     block_channel.check()
@@ -298,25 +314,32 @@ def _push(
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
         tile_rows = min(max(_TILE_BYTES // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
-        pushed = PushedRows(rows, positions, columns, len(rows if positions is None else positions))
+        pushed = GivenRows(rows, positions, columns)
         # Beside a kernel that consumes the rows, as many as NCCL would take from it.
         most = limit_waiting(world * parts if waits else NCCL_BLOCKS, rows.device) if rows.is_cuda else 2
         programs = most if programs is None else min(programs, most)
         with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
             if tables is None:
-                constants = back_by or 0, back_by is not None, waits, tile_rows, block, power
-                staged = StagedRows(staging, capacity)
-                arguments = channel, mapping, pushed, staged, table, *constants
-                key = *map(tiles.kind_of, (*pushed, *staged, table)), *constants
+                constants = back_by or 0, back_by is not None, waits, tile_rows, block
+                arguments = channel, mapping, pushed, staging, table, pushed.known, capacity, *constants
+                key = *map(tiles.kind_of, (*pushed, staging, table)), *constants
                 block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
             else:
                 landed = LandedRows(staging, capacity, forwarded)
                 by, tile = (back_by or 0, back_by is not None), (tile_rows, block)
-                launch_moves(block_channel, channel, tables, pushed, landed, table, programs, tile, by=by, waits=waits)
+                launch_moves(
+                    block_channel, channel, tables, pushed, landed, table, programs, tile, by=by, waits=waits, puts=puts
+                )  # fmt: skip
         block_channel.is_open = not waits
     except BaseException:
-        abandon(name, block_channel)
+        abandon(here, block_channel)
         raise
     received = staging if shape == (capacity, columns) else staging[:capacity, :columns]
     counters = None if tables is None else tables.counters
-    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, (rows, positions), counters)
+    sent = rows, positions
+    return Arrivals(received, block_channel, channel, mapping, tile_rows, table, sent, counters, group.rank())
+
+
+def _count_movers(device: torch.device) -> int:
+    """The programs that put rows between nodes; as many receive."""
+    return max(limit_waiting(NCCL_BLOCKS, device) // 2, 1) if device.type == "cuda" else 1

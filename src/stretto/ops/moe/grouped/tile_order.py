@@ -50,7 +50,8 @@ class Arrivals:
     rows: [places, h], the staging buffer to which they are pushed. block_channel, channel: of the call of `push_rows`
     that sends them, by `mapping`, in parts of a multiple of part_rows rows. table: int32 [., destination, 2], of each
     source first the number of places. sent: what must not be freed before all rows have been pushed. counters: of
-    `await_channels`. Nothing else is called on the group before `run` or `wait`.
+    `await_channels`. rank: this one's among the table's; default: among the channel's. Nothing else is called on the
+    group before `run` or `wait`.
     """
 
     def __init__(
@@ -63,19 +64,21 @@ class Arrivals:
         table: Tensor,
         sent: Any,
         counters: Tensor | None = None,
+        rank: int | None = None,
     ) -> None:
         self.rows, self.channel, self.counters = rows, channel, counters
-        channels = mapping.channels.value
-        self.constants = channels, max(triton.next_power_of_2(block_channel.world_size * channels), 32 * _WARPS)
+        channels, ranks = mapping.channels.value, table.shape[1]
+        # Between nodes the channel has fewer ranks, which then have the other nodes' channels, too.
+        near = channels * ranks // block_channel.world_size
+        self.constants = near, max(triton.next_power_of_2(ranks * channels), 32 * _WARPS)
+        self._rank = block_channel.rank if rank is None else rank
         self._sizes = {"channels": channels, "parts": mapping.rows.value, "part_rows": part_rows}
         self._block_channel, self._table, self._sent = block_channel, table, sent
         self._are_here = False
 
     def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
         """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]."""
-        return find_tile_order(
-            places, offsets, self._table, self._block_channel.rank, block_rows=block_rows, **self._sizes
-        )
+        return find_tile_order(places, offsets, self._table, self._rank, block_rows=block_rows, **self._sizes)
 
     def run(
         self, kernel: Any, key: Hashable, programs: int, arguments: tuple[Any, ...], options: dict[str, int]
@@ -250,7 +253,7 @@ def await_channels(channel, counters, low, high, CHANNELS: tl.constexpr, LANES: 
     """Wait until the rows of channels `low` to `high` - 1, of all sources' CHANNELS each, have arrived ("p2p").
 
     counters: int32 [world * CHANNELS], the counter of each channel among all of this rank, where rows come from another
-    rank than their source; None for each source's own.
+    rank than their source; None for each source's own. Between nodes these are the channels of all their ranks.
 
     Returns (an int32 0 to add to the offset of what is loaded after, whether all rows of all sources have arrived).
     LANES: a power of two, at least the channels of all and the program's threads. One look reads all signals at once.
