@@ -25,6 +25,7 @@ from lab.experts.routing import draw_routing, load_of
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
 from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, captured
+from stretto.axes import check_sizes
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.runs import TrainingRun, measure
@@ -47,7 +48,10 @@ class TransformersSetting:
     ] = ("llama-3.75b",)
     ranks: Ranks = None
     layers: Layers = None
-    batch: Annotated[int | None, Option("Sequences of a step (default: 8192 tokens a rank).", least=1)] = None
+    batch: Annotated[
+        int | None, Option("Sequences of a step (default: 8192 tokens a rank and micro-batch).", least=1)
+    ] = None
+    micro_batches: Annotated[int, Option("Micro-batches of a rank's part of the batch.", least=1)] = 1
     seq_len: Annotated[int | None, Option("Tokens a sequence (default: the model's).", least=1)] = None
     only: Annotated[tuple[str, ...], Option("Only runs with this in their name.", is_repeated=True)] = ()
     routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
@@ -94,6 +98,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
+        name += "" if setting.micro_batches == 1 else f"-micro-batches-{setting.micro_batches}"
         name += ("" if setting.seq_len is None else f"-seq-{setting.seq_len}") + ("-skewed" * (routing == "skewed"))
         about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
         predictions = f"predictions-{name}"
@@ -116,11 +121,11 @@ def _make_workload(model: str, setting: TransformersSetting, routing: str = "uni
     known = TRANSFORMERS[model]
     seq_len = setting.seq_len or (32 if setting.small else known.seq_len)
     batch = setting.batch or (setting.ranks or 1) * (2 if setting.small else max(1, 8192 // seq_len))
+    batch *= 1 if setting.batch else setting.micro_batches
     layers = setting.layers or (2 if setting.small else known.layers)
     times = setting.warm_up, setting.repeats, setting.rounds
-    return TransformerWorkload(
-        model, layers, batch, seq_len, setting.small, *times, routing if has_experts(model) else None
-    )
+    of_experts = routing if has_experts(model) else None
+    return TransformerWorkload(model, layers, batch, seq_len, setting.small, *times, of_experts, setting.micro_batches)
 
 
 def _is_chosen(name: str, only: Sequence[str]) -> bool:
@@ -172,6 +177,11 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
             ways[f"{_name(grid)}, fp8 {recipe}, compiled"] = Way("stretto", grid=grid, options={"fp8": recipe})
     if ranks > 1:
         name = f"Stretto z={ranks}"
+        ways["FSDP2, Muon on gathered matrices, compiled"] = Way("torch", optimizer="gathered muon")
+        ways["FSDP2, Muon by all-to-all, compiled"] = Way("torch", optimizer="exchanged muon")
+        for text, clips in (("Muon", True), ("Muon, not clipped", False)):
+            ways[f"{name}, {text}, compiled"] = Way("stretto", grid=grids[0], optimizer="hidden muon", clips=clips)
+        ways[f"{name}, Muon exposed, compiled"] = Way("stretto", grid=grids[0], optimizer="exposed muon")
         ways[f"{name}, compiled, resharded"] = Way("stretto", grid=grids[0], options={"reshard": "after_forward"})
         ways[f"{name} by blocks, compiled"] = Way("stretto", grid=grids[0], by_blocks=True)
         ways[f"{name} by blocks"] = Way("stretto", "", grid=grids[0], by_blocks=True)
@@ -228,7 +238,12 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
         try:
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
+            if way.optimizer == "exposed muon":
+                raise ValueError("the planner predicts a hidden exchange")
             batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+            parts = check_sizes(way.grid).batch_parts * workload.micro_batches
+            batch["micro_batch"] = max(1, workload.batch // parts)
+            batch |= {"optimizer": "adamw" if way.optimizer == "adamw" else "muon", "clips": way.clips}
             if workload.routing is not None and (parts := way.grid.get("expert", 1)) > 1:
                 sizes = TRANSFORMERS[workload.name].sizes
                 experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
@@ -249,9 +264,9 @@ def _read_predictions(path: Path, workload: TransformerWorkload) -> dict[str, di
             return {}
         raise ValueError(f"there is no file of predictions at {path}: write it first, with --cluster CLUSTER.toml")
     found = json.loads(path.read_text())
-    for option in ("layers", "batch", "seq_len"):
-        if found["workload"][option] != getattr(workload, option):
-            raise ValueError(f"{path} predicts {option}={found['workload'][option]}, not {getattr(workload, option)}")
+    for option in ("layers", "batch", "seq_len", "micro_batches"):
+        if (known := found["workload"].get(option, 1)) != getattr(workload, option):
+            raise ValueError(f"{path} predicts {option}={known}, not {getattr(workload, option)}")
     return {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
 
 

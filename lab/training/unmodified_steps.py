@@ -27,16 +27,19 @@ from lab.experts.peers import exchange_model
 from lab.experts.routing import route
 from lab.peers import MasterWeights
 from lab.training.families import TRANSFORMERS, make_transformer
+from lab.training.muon_peers import ShardedMuon, orthogonalize_exchanged, orthogonalize_gathered
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun
 from stretto.huggingface.known_modules import cache_of_nothing, keeps_keys_and_values
 from stretto.ops import free_workspaces
-from stretto.optim import AdamW
-from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, parallelize
+from stretto.optim import AdamW, Muon, hidden_matrices
+from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, no_sync, parallelize
 
 LEARNING_RATE = 1e-5
 PLACEMENTS: tuple[Placement, Placement] = Shard(1), Replicate()  # of activations between and within layers
+OptimizerOfWay = Literal["adamw", "hidden muon", "exposed muon", "gathered muon", "exchanged muon"]
+_PEERS_OF_MUON = {"gathered muon": orthogonalize_gathered, "exchanged muon": orthogonalize_exchanged}
 MASKED = -100  # of a label: it does not count in the loss
 
 
@@ -44,7 +47,7 @@ MASKED = -100  # of a label: it does not count in the loss
 class TransformerWorkload:
     """A model with its global batch, and how its steps are timed. is_small: tiny sizes, computed in fp32.
 
-    routing: of `lab.experts`, of a model that has experts.
+    routing: of `lab.experts`, of a model that has experts. micro_batches: of a rank's part of the batch.
     """
 
     name: str
@@ -56,6 +59,7 @@ class TransformerWorkload:
     repeats: int
     rounds: int
     routing: str | None = None
+    micro_batches: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,9 +75,9 @@ class TransformerWorkload:
         return model
 
     def tokens(self, part: int, parts: int, device: torch.device) -> Tensor:
-        """One part of a fixed random batch. Raises ValueError if `parts` does not divide it."""
-        if self.batch % parts:
-            raise ValueError(f"a batch of {self.batch} cannot be cut into {parts} parts")
+        """One part of a fixed random batch. Raises ValueError if `parts`, or micro-batches, do not divide it."""
+        if self.batch % (parts * self.micro_batches):
+            raise ValueError(f"a batch of {self.batch} cannot be cut into {parts * self.micro_batches} parts")
         vocab = TRANSFORMERS[self.name].config(1, is_small=self.is_small).vocab_size
         whole = torch.randint(vocab, (self.batch, self.seq_len), generator=torch.Generator().manual_seed(0))
         return whole.chunk(parts)[part].to(device)
@@ -86,7 +90,8 @@ class Way:
     Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
     autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
     is_async: async-TP. exchanges: experts divided among all ranks, with NCCL's all-to-all. Stretto's: grid, options of
-    `parallelize`; by_blocks: without roles.
+    `parallelize`; by_blocks: without roles. optimizer: of Muon, whether its exchange is hidden, or exposed; torch's
+    gathers matrices in turn, or exchanges them by groups. clips: gradients are clipped, and not only measured.
     """
 
     kind: Literal["torch", "stretto"]
@@ -98,6 +103,8 @@ class Way:
     is_symmetric: bool = False
     exchanges: bool = False
     by_blocks: bool = False
+    optimizer: OptimizerOfWay = "adamw"
+    clips: bool = True
     grid: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -155,15 +162,30 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
     dtypes: dict[str, Any] = {"dtype": workload.dtype, "reduce_dtype": torch.float32}
     model = parallelize(model, grid, **dtypes, blocks=blocks if way.by_blocks else None, **way.options)
     _compile(model, blocks, way)
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, writes_copies=True)
+    optimizer: AdamW
+    if way.optimizer == "adamw":
+        optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, writes_copies=True)
+    else:
+        matrices = hidden_matrices(model)
+        groups_of_muon: list[dict[str, Any]] = [
+            {"params": list(matrices.values()), "use_muon": True},
+            {"params": [parameter for name, parameter in model.named_parameters() if name not in matrices]},
+        ]
+        optimizer = Muon(groups_of_muon, lr=LEARNING_RATE, grid=grid)
+        if way.optimizer == "hidden muon":
+            optimizer.overlap_with(model)
 
     def step() -> Stepped:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        total = torch.zeros((), device=tokens.device)
+        for rest, rows in zip(range(workload.micro_batches)[::-1], tokens.chunk(workload.micro_batches), strict=True):
+            with no_sync(model) if rest else nullcontext():
+                loss = model(input_ids=rows, labels=rows).loss / workload.micro_batches
+                loss.backward()
+            total += loss.detach()
         norm = gradient_norm(model.parameters(), grid)
-        optimizer.step(scale=clip_scale(norm, MAX_NORM))
+        optimizer.step(scale=clip_scale(norm, MAX_NORM) if way.clips else None)
         optimizer.zero_grad()
-        return Stepped(loss.detach(), norm)
+        return Stepped(total, norm)
 
     return step
 
@@ -192,25 +214,31 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
     optimizer: Any = (
         MasterWeights(model, LEARNING_RATE)
         if way.precision == "masters"
+        else ShardedMuon(model, LEARNING_RATE, mesh["dp"].get_group(), _PEERS_OF_MUON[way.optimizer])
+        if way.optimizer in _PEERS_OF_MUON
         else torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True, capturable=tokens.is_cuda)
     )
     cast = partial(torch.autocast, tokens.device.type, torch.bfloat16, enabled=way.precision == "autocast")
-    targets = nn.functional.pad(tokens[:, 1:], (0, 1), value=MASKED)
     # As Stretto's runs: with its own cache, torch.compile stops at the eighth layer; without one, the host waits.
     cache = {"use_cache": False, "past_key_values": cache_of_nothing()} if keeps_keys_and_values(model) else {}
 
-    def measure_loss() -> Tensor:
+    def measure_loss(rows: Tensor) -> Tensor:
         if not tensors:
-            loss: Tensor = model(input_ids=tokens, labels=tokens, **cache).loss
+            loss: Tensor = model(input_ids=rows, labels=rows, **cache).loss
             return loss
-        logits = model(input_ids=tokens, **cache).logits  # the vocabulary stays sharded
+        logits = model(input_ids=rows, **cache).logits  # the vocabulary stays sharded
+        targets = nn.functional.pad(rows[:, 1:], (0, 1), value=MASKED)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=MASKED)
 
     def step() -> Stepped:
-        with loss_parallel() if tensors else nullcontext():
-            with cast():
-                loss = measure_loss()
-            loss.backward()
+        total = torch.zeros((), device=tokens.device)
+        for rows in tokens.chunk(workload.micro_batches):
+            with loss_parallel() if tensors else nullcontext():
+                with cast():
+                    loss = measure_loss(rows) / workload.micro_batches
+                loss.backward()
+            loss = loss.detach()
+            total += loss.full_tensor() if isinstance(loss, DTensor) else loss
         if is_sharded:
             norm = clip_sharded_grad_norm_(model, MAX_NORM)
         else:
@@ -219,8 +247,7 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
         optimizer.zero_grad()
         if prepare is not None:
             prepare(model)
-        loss = loss.detach()
-        return Stepped(loss.full_tensor() if isinstance(loss, DTensor) else loss, norm)
+        return Stepped(total, norm)
 
     return step
 

@@ -35,6 +35,8 @@ RUNS = {
     "averages graph": "train.ema=0.9 train.cuda_graph=true",
     "adamw graph": "train.cuda_graph=true",
     "copies graph": "train.dtype=bf16 train.writes_copies=true train.cuda_graph=true",
+    "muon": "train.optimizer=muon train.dtype=bf16",
+    "muon graph": "train.optimizer=muon train.dtype=bf16 train.cuda_graph=true",
     "sgd graph": "train.optimizer=sgd train.momentum=0.9 train.lr=0.1 train.cuda_graph=true",
 }
 NORM = "blocks.1.mlp_norm.weight"

@@ -100,3 +100,28 @@ def test_one_gpu_is_compared_with_plain_pytorch_and_several_with_tensor_parallel
         "Stretto data=4 expert=4",
         "Stretto z=4 by blocks, compiled",
     } <= four
+
+
+def measure_at_a_large_rate(*arguments):
+    with mock.patch("lab.training.unmodified_steps.LEARNING_RATE", 1e-3):
+        return measure_model(*arguments)
+
+
+@pytest.mark.long
+def test_muon_hidden_or_exposed_trains_as_plain_loops_over_fsdp2_do(ranks):
+    setting = TransformersSetting(ranks=2, small=True, layers=1, warm_up=2, repeats=1, rounds=1, micro_batches=2)
+    every = {name: replace(way, compiles="") for name, way in list_ways(2, has_experts=False).items() if "Muon" in name}
+    workload = _make_workload("llama-3.75b", setting)
+    rows = ranks(2).run(measure_at_a_large_rate, workload, every, 2, False, len)[0]
+    assert [row["name"] for row in rows] == [
+        "FSDP2, Muon on gathered matrices, compiled",
+        "FSDP2, Muon by all-to-all, compiled",
+        "Stretto z=2, Muon, compiled",
+        "Stretto z=2, Muon, not clipped, compiled",
+        "Stretto z=2, Muon exposed, compiled",
+    ]
+    assert [row.get("error") for row in rows] == [None] * 5
+    for row in rows[1:]:
+        for number in ("loss", "gradient_norm", "last_loss"):
+            assert row[number] == pytest.approx(rows[0][number], rel=5e-4), (row["name"], number)
+    assert rows[0]["last_loss"] < rows[0]["loss"] - 0.05

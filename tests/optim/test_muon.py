@@ -14,11 +14,13 @@ import torch.distributed as dist
 from tests.parallel.experts.training import gpt
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 
 from stretto.models import GPT
 from stretto.optim import Muon, RowParts, hidden_matrices
+from stretto.optim.matrix_owners import Exchange
 from stretto.optim.muon import NewtonSchulz
-from stretto.parallel import Grid, gather, parallelize
+from stretto.parallel import Grid, gather, no_sync, parallelize
 from stretto.train.optimizer import find_row_parts
 
 SEED = random.randrange(2**31)
@@ -91,6 +93,9 @@ def draw(step):
     return torch.randint(CONFIG.vocab, (2, BATCH, SEQ), generator=torch.Generator().manual_seed(step))
 
 
+FACTORS = {2: 0.5}  # of a step's gradients, as clipping has
+
+
 def train_plainly(steps):
     """Weights of a plain loop, with another Newton-Schulz and torch's AdamW."""
     model, momenta = make_model(), {}
@@ -101,6 +106,8 @@ def train_plainly(steps):
     for step in range(steps):
         model.zero_grad()
         model(*draw(step)).backward()
+        for parameter in model.parameters():
+            parameter.grad *= FACTORS.get(step, 1)
         adamw.step()
         for name, weight in matrices.items():
             momenta[name] = 0.95 * momenta.get(name, 0.0) + 0.05 * weight.grad
@@ -120,10 +127,11 @@ def train_on_grid(sizes, steps):
     parts = [rows_of_qkv(CONFIG) if name.endswith("qkv.weight") else () for name in matrices]
     groups = [{"params": list(matrices.values()), "use_muon": True, "row_parts": parts}, {"params": others}]
     optimizer = Muon(groups, lr=LR, weight_decay=DECAY, grid=grid)
+    optimizer.overlap_with(model)
     size, part = grid.size("batch"), grid.coordinate("batch")
     for step in range(steps):
         model(*(one.chunk(size)[part] for one in draw(step))).backward()
-        optimizer.step()
+        optimizer.step(scale=torch.tensor(FACTORS[step]) if step in FACTORS else None)
         optimizer.zero_grad()
     distances = [(gather(p) - expected[n]).norm() / expected[n].norm() for n, p in model.named_parameters()]
     return float(max(distances))
@@ -149,8 +157,158 @@ GRIDS = [
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
 def test_weights_on_a_grid_are_one_ranks(ranks, sizes):
-    for distance in ranks(8).run(train_on_grid, sizes, 3):
+    for distance in ranks(8).run(train_on_grid, sizes, 4):
         assert distance < 1e-9
+
+
+class Overlapped:
+    """A model of 2 blocks on a grid, and its Muon, with rounds of a few matrices."""
+
+    def __init__(self, sizes, *, hides=True, **options):
+        self.grid = Grid(**sizes)
+        self.model = parallelize(make_model(), self.grid, dtype=torch.float64)
+        self.matrices = hidden_matrices(self.model)
+        others = [p for n, p in self.model.named_parameters() if n not in self.matrices]
+        groups = [{"params": list(self.matrices.values()), "use_muon": True}, {"params": others}]
+        self.optimizer = Muon(groups, lr=LR, grid=self.grid)
+        if hides:
+            self.optimizer.overlap_with(self.model, **options)
+        self.draws = 0
+
+    def backward(self):
+        self.draws += 1
+        size, part = self.grid.size("batch"), self.grid.coordinate("batch")
+        loss = self.model(*(one.chunk(size)[part] for one in draw(self.draws)))
+        loss.backward()
+        return loss.detach()
+
+    def step(self, **options):
+        self.optimizer.step(**options)
+        self.optimizer.zero_grad()
+
+    def late(self):
+        return [name for name, parameter in self.matrices.items() if parameter.late_write is not None]
+
+
+def fail(*_):
+    raise ArithmeticError
+
+
+def raise_in_backward(run):
+    handle = run.model.blocks[0].register_full_backward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        run.backward()
+    handle.remove()
+    run.optimizer.zero_grad()
+
+
+def go_through(hides, sizes):
+    """Numbers that a training reads in all ways, of steps that are skipped, scaled, accumulated, dropped and failed."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.optim.matrix_owners._ROUND", 100)
+        run = Overlapped(sizes, hides=hides)
+        matrices, optimizer = list(run.matrices.values()), run.optimizer
+        for number in range(2):  # a step, and one whose exchange starts in its backward pass
+            run.backward()
+            run.step()
+            found += [matrices[-1 - number].to_local().detach().clone(), matrices[number].full_tensor()]
+        run.backward()
+        optimizer.zero_grad()  # a step that does not come
+        run.backward()
+        run.step(skip=torch.tensor(True))
+        found += [p.clone() for p in run.model.state_dict().values()]
+        run.backward()
+        run.step(scale=torch.tensor(0.25), skip=torch.tensor(False))
+        run.model.load_state_dict(run.model.state_dict())
+        with no_sync(run.model):
+            run.backward()
+        run.backward()
+        run.step()
+        run.backward()
+        run.backward()  # the first one has sent its gradients, and is sent again with this one's
+        run.step()
+        found.append(next(iter(matrices)).norm().full_tensor())
+        with torch.no_grad():
+            found.append(run.model(*(one.chunk(4)[0] for one in draw(0))))
+        matrices[0].requires_grad_(False)
+        run.backward()
+        run.step()
+        raise_in_backward(run)
+        matrices[0].requires_grad_(True)
+        for _ in range(2):
+            found.append(run.backward())
+            run.step()
+        found.append(copy.deepcopy(optimizer).param_groups[0]["params"][0].full_tensor())
+        found += [optimizer.state[p]["momentum_buffer"].full_tensor() for p in matrices]
+        found += [gather(p) for p in run.model.parameters()]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+
+
+def compare_hidden(sizes):
+    pairs = list(zip(go_through(True, sizes), go_through(False, sizes), strict=True))
+    return len(pairs), [number for number, pair in enumerate(pairs) if not torch.equal(*pair)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param({"data": 2, "z": 2}, marks=pytest.mark.long),
+        pytest.param({"x": 2, "z": 2}, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
+def test_a_hidden_exchange_changes_no_bits_however_weights_are_read(ranks, sizes):
+    for count, different in ranks(4).run(compare_hidden, sizes):
+        assert count > 50
+        assert different == []
+
+
+def watch_a_step(sizes, scale):
+    """How many gradients were final when each round was sent, and which weights were late when each block began."""
+    sent, late = [], {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stretto.optim.matrix_owners._ROUND", 100)
+        run = Overlapped(sizes)
+        listener, start = run.optimizer._overlap.exchange, Exchange._start
+
+        def note_start(exchange):
+            sent.append(len(listener._final) if torch._C._current_graph_task_id() != -1 else None)
+            start(exchange)
+
+        run.backward()
+        run.step(scale=scale)
+        patch.setattr(Exchange, "_start", note_start)
+        run.backward()
+        run.step(scale=scale)
+        for number, block in enumerate(run.model.blocks):
+            block.register_forward_pre_hook(lambda *_, number=number: late.__setitem__(number, run.late()))
+        after = run.late()
+        run.model.eval()
+        with torch.no_grad():
+            run.model(*draw(0))
+    return sent, after, late, len(run.matrices), run.late()
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor(0.5)], ids=["no factor", "clipped"])
+def test_matrices_are_exchanged_in_the_backward_pass_and_written_when_they_are_gathered(ranks, scale):
+    for sent, after, late, matrices, left in ranks(2).run(watch_a_step, {"z": 2}, scale):
+        if scale is None:
+            assert sent[0] < matrices / 2  # the other gradients were still to come
+            assert None not in sent
+        else:  # in the order in which they are needed
+            assert set(sent) == {None}
+            assert any(name.startswith("blocks.1") for name in late[0])
+            assert late[1]
+        assert len(after) == matrices
+        assert not any(name.startswith("blocks.0.attention") for name in late[1])
+        assert left == []
+
+
+def test_weights_that_no_gather_asks_for_are_written_before_the_forward_pass(ranks):
+    for _, after, late, matrices, _ in ranks(2).run(watch_a_step, {"x": 2}, torch.tensor(0.5)):
+        assert len(after) == matrices
+        assert late[0] == []
 
 
 def make_wrongly():
@@ -158,6 +316,24 @@ def make_wrongly():
     model = parallelize(make_model(), grid, dtype=torch.float64)
     with pytest.raises(ValueError, match="grid=grid"):
         Muon(list(hidden_matrices(model).values()))
+    for in_backward in (True, False):
+        run = Overlapped({"z": dist.get_world_size()}, in_backward=in_backward)
+        for number in range(2):
+            run.backward()
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.01)
+            if number and in_backward:
+                with pytest.raises(RuntimeError, match="changed between backward"):
+                    run.step()
+            else:
+                run.step()
+    with pytest.raises(ValueError, match="add matrices before overlap_with"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": True})
+    with pytest.raises(ValueError, match="takes a model that"):
+        run.optimizer.overlap_with(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no parameters of this model"):
+        run.optimizer.overlap_with(model)
+    with pytest.raises(ValueError, match="and all its matrices"):
+        run.optimizer.overlap_with(run.model, list(run.matrices.values())[1:])
 
 
 def test_bad_input_is_refused(ranks):
@@ -373,6 +549,42 @@ def test_what_hugging_face_models_fuse_is_known():
             found = [name for name in matrices if name.endswith(ending)]
             assert len(found) == (parts is not None), (family, ending)
             assert not found or [tuple(part) for part in find_row_parts(model, found[0])] == parts, (family, ending)
+
+
+OF_MIXERS = {
+    "Dbrx": (
+        {"d_model": 32, "n_heads": 4, "n_layers": 1, "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}
+        | {"ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1}},
+        {"Wqkv.weight": (32, 16, 16), "experts.mlp.w1": (16,) * 4, "experts.mlp.w2": (16,) * 4},
+    ),
+    "CodeGen": ({"n_embd": 32, "n_head": 4, "n_layer": 1, "rotary_dim": 4}, {"qkv_proj.weight": (8, 8, 8)}),
+    "Mamba2": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 4},
+        {"in_proj.weight": (64, 64, 8, 8, 8)},
+    ),
+    "Qwen3Next": (
+        {"hidden_size": 32, "num_hidden_layers": 1, "layer_types": ["linear_attention"], "moe_intermediate_size": 16}
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "num_experts": 2}
+        | {"linear_value_head_dim": 8, "num_experts_per_tok": 1, "shared_expert_intermediate_size": 16},
+        {"in_proj_qkvz.weight": (8, 8, 16, 16), "in_proj_ba.weight": (2, 2), "experts.gate_up_proj": (16, 16)},
+    ),
+}
+
+
+def test_what_mixers_and_experts_in_rows_fuse_is_known_and_adapters_of_embeddings_are_no_matrices():
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    for family, (sizes, weights) in OF_MIXERS.items():
+        with torch.device("meta"):
+            config = getattr(transformers, f"{family}Config")(vocab_size=16, **sizes)
+            model = getattr(transformers, f"{family}ForCausalLM")(config)
+        for ending, expected in weights.items():
+            (name,) = (name for name in hidden_matrices(model) if name.endswith(ending))
+            parts = find_row_parts(model, name)
+            assert tuple(part.stop - part.start for part in parts) == expected, (family, name)
+            assert {part.period for part in parts} == {sum(expected)}, (family, name)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["embed_tokens", "out_proj", "lm_head"]))
+    adapters = {name.split(".")[-4] for name in hidden_matrices(adapted) if "lora" in name}
+    assert adapters == {"out_proj"}
 
 
 def test_fused_weights_that_nobody_knows_are_one_matrix_with_a_warning(caplog):

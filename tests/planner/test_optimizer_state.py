@@ -19,11 +19,13 @@ from stretto.cli import app
 from stretto.cluster import GPU, Cluster, FlopRates, HostLink, NetworkLink, NodeLink
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
+from stretto.optim import RowParts, hidden_matrices
 from stretto.parallel import Grid, parallelize
 from stretto.planner import GridPlan, predict, read_architecture
-from stretto.planner.compute import COPY_EFFICIENCY, ELEMENT_WISE_EFFICIENCY
+from stretto.planner.compute import COPY_EFFICIENCY, ELEMENT_WISE_EFFICIENCY, MATMUL_EFFICIENCY
 from stretto.planner.optimizer_state import exposed_sums, max_parameters, number_bytes, state_on_host
 from stretto.planner.workload import NumberTypes
+from stretto.train.optimizer import find_row_parts
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
 
 # Llama's block of width 4096, 8 times, beside two tables of 32,000 rows: 2,007,044,096 parameters.
@@ -50,6 +52,30 @@ def plan_llama(location: str, machine: Cluster = H100, **options: Any) -> GridPl
         **{"grid": {}, "batch": 2, "seq_len": 4096, "recompute": "full"} | options,
         state=StateOptions(location, **of_state),
     )
+
+
+def test_muons_iterations_are_those_of_the_models_matrices_and_hide_its_exchange():
+    with torch.device("meta"):
+        model = GPT(LLAMA)
+    flops, matrices = 0.0, hidden_matrices(model)
+    for name, weight in matrices.items():
+        for part in find_row_parts(model, name) or (RowParts(0, 1, 1),):
+            short, long = sorted(((part.stop - part.start) * len(weight) // part.period, weight.shape[1]))
+            flops += 5 * (4 * short**2 * long + 2 * short**3)
+    numbers = sum(weight.numel() for weight in matrices.values())
+
+    def seconds(name: str, grid: dict[str, int], bandwidth: float = 300e9) -> float:
+        machine = replace(H100, gpus_per_node=4, in_node=NodeLink(bandwidth=bandwidth))
+        plan = plan_llama("fp32", machine, optimizer=name, grid=grid, batch=4, recompute="none")
+        return plan.terms["the optimizer"]
+
+    for grid in ({}, {"z": 4}, {"data": 4}, {"x": 2, "z": 2}):
+        moment = 2 * 4 * numbers / grid.get("z", 1) / grid.get("x", 1)  # the second one is neither read nor written
+        saved = moment / (COPY_EFFICIENCY * ELEMENT_WISE_EFFICIENCY * 3.35e12)
+        iterations = flops / prod(grid.values()) / (MATMUL_EFFICIENCY * 989e12)
+        assert seconds("muon", grid) - seconds("adamw", grid) == pytest.approx(iterations - saved, rel=0.01)
+    exchange = 2 * 2 * numbers / 4 * 3 / 4 / 1e9  # of bf16, there and back, but for what a rank has itself
+    assert seconds("muon", {"z": 4}, 1e9) == pytest.approx(exchange, rel=0.02)
 
 
 def test_memory_and_time_of_a_step_are_within_2_percent_of_what_an_h100_took():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.execution import StateOptions
 from stretto.memory import failures
-from stretto.optim.sparse import make_index
+from stretto.optim.sparse import BitmapIndex
 from stretto.optim.sparse.masks import pack
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.stress.catalogue import Check, Configuration, StressCase
@@ -21,9 +21,7 @@ _ADAMW = "optim.adamw_kernel._adamw"
 _HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
-_PRUNED = tuple(
-    f"optim.sparse.kernels.{name}" for name in ("_compress", "_compress_positions", "_expand", "_expand_positions")
-)
+_PRUNED = "optim.sparse.kernels._compress", "optim.sparse.kernels._expand"
 
 
 class AdamWCase(StressCase):
@@ -155,29 +153,27 @@ class HostStateCase(StressCase):
 
 
 class PrunedWeightsCase(StressCase):
-    """Numbers that are compressed, added up and expanded by a bitmap and by positions: bits of indexing by the mask."""
+    """Numbers that are compressed, added up and expanded by a bitmap: bits of indexing by the mask."""
 
     entries = ENTRIES
 
     def __init__(self, team: Team) -> None:
         count = 70_001 if team.is_cuda else 301
         mask = team.integers((count,), "mask", low=0, high=4) == 0
-        self._indices = [make_index(pack(mask), count, kind) for kind in ("bitmap", "int32")]
+        self._index = BitmapIndex(pack(mask), count)
         self._dense = [
-            team.integers((count,), entry, team.rank, low=-50, high=50).float() / 16 for entry in range(ENTRIES)
+            team.integers((count,), entry, team.rank, low=-50, high=50).bfloat16() / 16 for entry in range(ENTRIES)
         ]
         self._expected = [(dense[mask] * 2, torch.where(mask, dense * 2, 0)) for dense in self._dense]
 
     def call(self, entry: int) -> Sequence[Check]:
         """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
-        dense, found = self._dense[entry], []
-        for index in self._indices:
-            left, wide = dense.new_empty(index.count), torch.zeros_like(dense)
-            for adds in (False, True):
-                index._launch_compress(dense, left, 0, index.count, adds)
-            index._launch_expand(left, wide, 0, index.count, None, None)
-            found += [left, wide]
-        return [Check(one, right) for one, right in zip(found, self._expected[entry] * 2, strict=True)]
+        dense, index = self._dense[entry], self._index
+        left, wide = dense.new_empty(index.count), torch.zeros_like(dense)
+        for adds in (False, True):
+            index.launch_compress(dense, left, 0, index.count, adds)
+        index.launch_expand(left, wide, 0, index.count, [])
+        return [Check(one, right) for one, right in zip((left, wide), self._expected[entry], strict=True)]
 
 
 class HashCase(StressCase):

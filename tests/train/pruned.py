@@ -179,3 +179,49 @@ def train_bank(sizes: dict[str, int]) -> dict[str, Any]:
         numbers = stored.store.layout.places
     equal = all(torch.equal(results[0][key], results[1][key]) for key in results[0])
     return {"equal": equal, "sent": sent, "shares": [place.size for place in numbers], "changed": len(results[0])}
+
+
+class Convolutions(nn.Sequential):
+    """Of images: a plain convolution, one in groups, one of depth alone, and a linear; returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 8, 3, stride=2, bias=False), nn.ReLU(), nn.Conv2d(8, 12, 3, padding=1, groups=2), nn.ReLU(),
+            nn.Conv2d(12, 12, 3, groups=12), nn.Flatten(), nn.Linear(12, 5),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images.to(self[0].weight.dtype)).float().square().sum()
+
+
+def train_convolutions(sizes: dict[str, int]) -> dict[str, Any]:
+    """Largest differences between the pruned and the dense run, and what is left of each weight."""
+    grid, results, left = Grid(**sizes, device="cpu"), [], {}
+    for is_pruned in (False, True):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = parallelize(Convolutions().to(memory_format=torch.channels_last), grid, dtype=torch.bfloat16)
+        masks = prune(model, 0.75)
+        assert masks is not None
+        stored = StoredOptimizer(
+            model, grid, adamw_update(betas=(0.9, 0.95), eps=1e-8), name="adamw", weight_decay=0.1,
+            options=StateOptions("device", bucket_size=128), masks=masks if is_pruned else None,
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            images = torch.randn(4, 3, 8, 8, generator=generator).to(memory_format=torch.channels_last)
+            model(images.chunk(grid.size("batch"))[grid.coordinate("batch")]).backward()
+            if not is_pruned:
+                _mask_gradients(stored, masks)
+            stored.step(1e-2)
+        found = {}
+        for name, parameter in stored.parameters.items():
+            for key in (None, "exp_avg"):
+                tensor = stored.read_later(name, key)().clone()
+                found[f"{name}.{key}"] = gather(place_like(tensor, parameter), layout_of(parameter))
+            if name in masks.masks:
+                left[name] = int((found[f"{name}.None"] != 0).sum()) / found[f"{name}.None"].numel()
+        results.append(found)
+    differences = {key: float((results[0][key] - results[1][key]).abs().max()) for key in results[0]}
+    return {"differences": differences, "left": left}

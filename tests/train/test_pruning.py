@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.pruned import ROWS, SHAPE, Bank, odd_masks, train_bank, train_both
+from tests.train.pruned import ROWS, SHAPE, Bank, odd_masks, train_bank, train_both, train_convolutions
 from tests.train.runs import metrics_of
 from tests.train.test_stored_optimizer import GRIDS_OF_8, configure, differences, run_all, weights_of
 from torch import nn
@@ -93,6 +93,15 @@ def test_integer_gradients_give_the_bits_on_any_ranks_and_z_carries_what_is_left
             assert pruned["z"] < 0.3 * dense["z"]
     shares = [rank["shares"] for rank in found]
     assert all(max(of_layer) - min(of_layer) <= 2 * sizes["z"] for of_layer in zip(*shares, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}])
+def test_convolutions_are_pruned_as_linears_are(ranks: Any, sizes: dict[str, int]) -> None:
+    for found in ranks(2).run(train_convolutions, sizes):
+        assert max(found["differences"].values()) == 0, found["differences"]
+        assert list(found["left"]) == ["0.weight", "2.weight", "4.weight", "6.weight"]
+        assert all(left == pytest.approx(0.25, abs=0.01) for left in found["left"].values())
 
 
 def draw(sizes: dict[str, int], scope: str) -> dict[str, torch.Tensor]:

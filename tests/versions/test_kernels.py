@@ -73,19 +73,19 @@ def launch_adamw() -> Launch:
     moments = adamw_kernel._Moments(FLOATS, FLOATS, FLOATS, FLOATS)
     decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
     arguments = moments, FLOATS, FLOATS, WORDS, FLOATS.bfloat16(), 4096, decays, True, adamw_kernel.BLOCK
-    return Launch(adamw_kernel._adamw, arguments, {})
+    return Launch(adamw_kernel._adamw, arguments, {"enable_fp_fusion": False})
 
 
 def launch_mixed_adamw() -> Launch:
     numbers = state_kernels._Numbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS, WORDS.to(torch.int16))
     decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
-    options = {"IS_SPLIT": True, "BLOCK": state_kernels.BLOCK}
+    options = {"IS_SPLIT": True, "BLOCK": state_kernels.BLOCK, "enable_fp_fusion": False}
     return Launch(state_kernels._adamw_mixed, (numbers, FLOATS, FLOATS, WORDS, WORDS, 4096, decays), options)
 
 
 def launch_mixed_sgd() -> Launch:
     numbers = state_kernels._SGDNumbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS)
-    options = {"IS_SPLIT": False, "BLOCK": state_kernels.BLOCK}
+    options = {"IS_SPLIT": False, "BLOCK": state_kernels.BLOCK, "enable_fp_fusion": False}
     return Launch(state_kernels._sgd_mixed, (numbers, FLOATS, FLOATS, WORDS, None, 4096, 0.9, 0.1), options)
 
 
@@ -94,14 +94,11 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 
 def launch_sparse(name: str) -> Launch:
-    half = FLOATS.bfloat16()
-    arguments: tuple[Any, ...] = {
-        "_compress": (half, FLOATS.to(torch.uint8), WORDS, half, 4096, 8, 90, 0, True, True, 128),
-        "_expand": (half, FLOATS.to(torch.uint8), WORDS, half, WORDS, WORDS, 4096, 8, 90, 0, True, 128),
-        "_compress_positions": (half, WORDS, half, 4096, True, sparse_kernels.POSITIONS),
-        "_expand_positions": (half, WORDS, half, WORDS, None, 4096, sparse_kernels.POSITIONS),
-    }[name]
-    return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 4})
+    half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
+    flags = (WORDS, WORDS) if name == "_expand" else ()
+    end = (True, 1, 1) if name == "_expand" else (True, True, 1, 1)
+    arguments = half, index, half, *flags, 4096, 8, 90, 1, *end
+    return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
 def launch_cast(name: str) -> Launch:
@@ -318,10 +315,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
-    **{
-        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
-        for name in ("_compress", "_compress_positions", "_expand", "_expand_positions")
-    },
+    **{f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_compress", "_expand")},
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),
@@ -363,3 +357,17 @@ def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():
     assert "cvt.rn.satfinite.e5m2x2.f32" in ptx
     assert "div.rn.f32" in ptx
     assert "div.full" not in ptx
+
+
+def test_pruned_rows_are_permuted_in_registers_and_no_warp_waits_for_another():
+    for name in ("_compress", "_expand"):
+        ptx = compile_ptx(f"optim.sparse.kernels.{name}")
+        assert ptx.count("prmt.b32") >= 16
+        assert "bar.sync" not in ptx
+        assert "st.shared" not in ptx
+
+
+def test_updates_round_each_operation():
+    """A fma of either of two products would give a weight another last bit by its place in a range."""
+    for name in ("adamw_kernel._adamw", "state.kernels._adamw_mixed", "state.kernels._sgd_mixed"):
+        assert "fma." not in compile_ptx(f"optim.{name}")

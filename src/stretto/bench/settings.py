@@ -129,6 +129,7 @@ class SparseSetting:
         4096,
     )
     batch: Annotated[int, Option("Rows of the layers' inputs.", least=1, most=MAX_COUNT)] = 576
+    variants: Annotated[bool, Option("Time the bitmap's kernels in all variants, and nothing else.")] = False
     cpu: Annotated[bool, Option("Try it on the CPU, with small --numbers and --widths.", "--cpu")] = False
     repeats: Repeats = 20
     rounds: Rounds = 5

@@ -7,6 +7,7 @@ for each number that is left in place of the bitmap. A copy moves each number tw
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -20,7 +21,7 @@ from stretto.bench.harness import Column, print_table, run_ranks, time_each_step
 from stretto.bench.settings import SparseSetting
 from stretto.cluster.detection import count_gpus
 from stretto.execution import SparseIndexKind
-from stretto.optim.sparse import SparseIndex, make_index
+from stretto.optim.sparse import BitmapIndex, SparseIndex, make_index
 from stretto.optim.sparse.masks import pack
 from stretto.parallel import Grid
 from stretto.tiles.launches import launch_kernel
@@ -57,7 +58,7 @@ def bench_sparse(out: Path, setting: SparseSetting) -> list[dict[str, Any]]:
 def measure_all(setting: SparseSetting) -> list[dict[str, Any]]:
     """The job of the one rank."""
     device = Grid(device="cpu" if setting.cpu else None).device
-    return [*_measure_kernels(setting, device), *_measure_layers(setting, device)]
+    return _measure_kernels(setting, device) + ([] if setting.variants else _measure_layers(setting, device))
 
 
 def _time(runs: dict[str, Callable[[], Any]], setting: SparseSetting) -> dict[str, float]:
@@ -82,10 +83,10 @@ def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[dict[
     about: dict[str, float] = {}
     for sparsity in setting.sparsities:
         bits = pack(torch.rand(size, device=device) >= sparsity)
-        for kind in get_args(SparseIndexKind):
+        for kind in get_args(SparseIndexKind)[: 1 if setting.variants else None]:
             index = make_index(bits, size, kind)
             # Each index keeps its memory to the end: all of them are timed in turn.
-            for name, run, moved in _list_runs(index, dense, torch.zeros_like(dense)):
+            for name, run, moved in _list_runs(index, dense, torch.zeros_like(dense), setting.variants):
                 key = f"{name}, {kind} {sparsity}"
                 runs[key], num_bytes[key], about[key] = run, moved, sparsity
     seconds = _time(runs, setting)
@@ -97,17 +98,33 @@ def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[dict[
     return rows
 
 
-def _list_runs(index: SparseIndex, dense: Tensor, whole: Tensor) -> list[tuple[str, Callable[[], Any], float]]:
+def _list_runs(
+    index: SparseIndex, dense: Tensor, whole: Tensor, variants: bool
+) -> list[tuple[str, Callable[[], Any], float]]:
     """Names, calls and bytes of what is done with an index."""
     left = index.compress(dense, dense.new_empty(index.count))
     own, of_dense = index.num_bytes + 2.0 * index.count, 2.0 * index.size
     if index.num_bytes == 4 * index.count:  # of positions, only these numbers move
         of_dense = 2.0 * index.count
-    return [
-        ("compress", partial(index.compress, dense, left), own + of_dense),
-        ("compress and add", partial(index.compress, dense, left, adds=True), own + of_dense + 2.0 * index.count),
-        ("expand", partial(index.expand, left, whole), own + of_dense),
-    ]
+    rates = own + of_dense, own + of_dense + 2.0 * index.count, own + of_dense
+    if not variants or not isinstance(index, BitmapIndex):
+        calls: list[tuple[str, Callable[[], Any]]] = [
+            ("compress", partial(index.compress, dense, left)),
+            ("compress and add", partial(index.compress, dense, left, adds=True)),
+            ("expand", partial(index.expand, left, whole)),
+        ]
+        return [(*call, moved) for call, moved in zip(calls, rates, strict=True)]
+    found = []
+    for warps, turns in product((1, 2, 4), repeat=2):
+        shape, every = {"warps": warps, "turns": turns}, (0, index.count)
+        calls = [
+            ("compress", partial(index.launch_compress, dense, left, *every, False, **shape)),
+            ("compress and add", partial(index.launch_compress, dense, left, *every, True, **shape)),
+            ("expand", partial(index.launch_expand, left, whole, *every, [], **shape)),
+        ]
+        for (name, call), moved in zip(calls, rates, strict=True):
+            found.append((f"{name}, {warps} warps x {turns} blocks", call, moved))
+    return found
 
 
 def _measure_layers(setting: SparseSetting, device: torch.device) -> list[dict[str, Any]]:

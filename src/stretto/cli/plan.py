@@ -57,7 +57,7 @@ def plan(
     dtype: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp32, fp64 or fp8 (default: the configuration's, or bf16).")
     ] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw or sgd.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, muon or sgd.")] = None,
     micro_batch: Annotated[
         int | None,
         typer.Option(help="Sequences of a rank in one forward pass (default: searched).", rich_help_panel=STEP),

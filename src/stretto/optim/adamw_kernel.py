@@ -90,4 +90,5 @@ def launch(
         Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
         HAS_SCALE=scale is not None,
         BLOCK=BLOCK,
+        enable_fp_fusion=False,  # as `state.kernels`
     )

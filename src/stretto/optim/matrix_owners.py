@@ -6,12 +6,14 @@ compute the same. Here a matrix has one owner among the ranks that hold a part o
 results come back, by two all-to-alls. A rank sends and receives about as many numbers as its shards have.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory.plain_data import all_gather_data
@@ -19,7 +21,7 @@ from stretto.parallel.comm.collectives import Pending, start_all_to_all
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Box, ParameterLayout
 
-_ROUND = 1 << 25  # numbers that an owner has at once: 64 MiB of bf16
+_ROUND = 1 << 24  # numbers that an owner has at once: 32 MiB of bf16
 
 
 @dataclass(frozen=True)
@@ -52,67 +54,157 @@ class _Matrix:
 
 
 class MatrixOwners:
-    """Owners of parameters' matrices, and the all-to-alls to the owners and back.
+    """Owners of parameters' matrices, in rounds of matrices that are sent together.
 
-    layouts: of parameters [a, b], and of [e, a, b], whose e matrices are owned one by one. grid: theirs. Owners are
-    balanced by the cost of Newton-Schulz iterations. Collective over the stage's ranks, as `apply` is; all give the
-    same layouts in one order.
+    layouts: of parameters [a, b], and of [e, a, b], whose e matrices are owned one by one. grid: theirs. group: of the
+    stage's ranks (None: the grid's own). last_first: the last parameters are in the first round. Owners are balanced by
+    the cost of Newton-Schulz iterations. Collective over the stage's ranks, as an `Exchange` is; all give the same
+    layouts in one order.
     """
 
-    def __init__(self, layouts: Sequence[ParameterLayout], grid: Grid) -> None:
-        self.group = grid.group("stage")
+    def __init__(
+        self,
+        layouts: Sequence[ParameterLayout],
+        grid: Grid,
+        group: dist.ProcessGroup | None = None,
+        *,
+        last_first: bool = False,
+    ) -> None:
+        self.group = group or grid.group("stage")
         self.rank, self.size = self.group.rank(), self.group.size()
         places = [dict(grid.layout_coordinates)]
         if self.size > 1:
             places = all_gather_data(places[0], self.group, dict[str, int])
         held = [[layout.boxes(grid.layout_sizes, place) for place in places] for layout in layouts]
-        self._rounds = _divide(_assign(layouts, held, self.size), self.size)
+        matrices = _find_matrices(layouts, held)
+        if last_first:
+            matrices.reverse()
+        self.rounds = _assign(matrices, self.size)
+        self.last_round = {matrix.parameter: number for number, of in enumerate(self.rounds) for matrix in of}
 
-    def apply(
-        self, shards: Sequence[Tensor], function: Callable[[Tensor, int], Tensor], dtype: torch.dtype
-    ) -> list[Tensor]:
-        """Return this rank's shards of `function` of each matrix; of an empty shard, an empty one.
-
-        shards: this rank's, of each parameter. They are sent and returned in `dtype`. function: (matrix [a, b] of
-        `dtype`, number of its parameter) -> [a, b]; called on the owner. While one round's matrices are computed, the
-        next round's come.
-        """
-        results = [torch.empty_like(shard, dtype=dtype, memory_format=torch.contiguous_format) for shard in shards]
-        arriving = self._collect(self._rounds[0], shards, dtype) if self._rounds else None
-        returning: list[tuple[list[_Matrix], Pending]] = []
-        for number, matrices in enumerate(self._rounds):
-            assert arriving is not None
-            came, following = arriving.wait(), self._rounds[number + 1 : number + 2]
-            arriving = self._collect(following[0], shards, dtype) if following else None
-            wholes = self._assemble(matrices, came)
-            found = [
-                function(whole, matrix.parameter) for matrix, whole in zip(self._mine(matrices), wholes, strict=True)
-            ]
-            returning.append((matrices, self._give_back(matrices, found, dtype, shards[0].device)))
-            if number:
-                self._place(*returning.pop(0), results)
-        for left in returning:
-            self._place(*left, results)
-        return results
-
-    def _mine(self, matrices: Sequence[_Matrix]) -> list[_Matrix]:
+    def mine(self, matrices: Sequence[_Matrix]) -> list[_Matrix]:
+        """Those that this rank owns."""
         return [matrix for matrix in matrices if matrix.owner == self.rank]
 
-    def _collect(self, matrices: Sequence[_Matrix], shards: Sequence[Tensor], dtype: torch.dtype) -> Pending:
-        """Begin to send shards to owners: to each, its matrices' in order."""
-        sends, receives, pieces = [0] * self.size, [0] * self.size, []
+
+class Exchange:
+    """One pass of all matrices through their owners: shards are sent, and results come back, round by round.
+
+    shard_of: this rank's shard of a parameter, of `dtype`; asked for when its first round starts. function: (matrix
+    [a, b] of `dtype`, number of its parameter) -> [a, b], called on the owner. While one round's matrices are computed,
+    the next round's come. stream: on which a GPU sends and computes, from when the caller's has made the shards; the
+    caller enters it to take results, which are of its memory. None: the caller's.
+    """
+
+    def __init__(
+        self,
+        owners: MatrixOwners,
+        shard_of: Callable[[int], Tensor],
+        function: Callable[[Tensor, int], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        self.owners, self.stream = owners, stream
+        self._shard_of, self._function, self._dtype, self._device = shard_of, function, dtype, device
+        self._started = 0
+        self._shards: dict[int, Tensor] = {}
+        self._results: dict[int, Tensor] = {}
+        self._shapes: dict[int, torch.Size] = {}
+        self._arriving: deque[tuple[list[_Matrix], Pending]] = deque()
+        self._returning: deque[tuple[list[_Matrix], Pending]] = deque()
+
+    def start_ready(self, ready: Container[int]) -> None:
+        """Start the next rounds all of whose parameters are in `ready`."""
+        rounds = self.owners.rounds
+        while self._started < len(rounds) and all(matrix.parameter in ready for matrix in rounds[self._started]):
+            self._start()
+
+    def finish(self) -> None:
+        """Start all rounds, and compute them."""
+        while self._started < len(self.owners.rounds):
+            self._start()
+        while self._arriving:
+            self._compute()
+
+    def take(self, number: int) -> list[tuple[int, Tensor]]:
+        """Wait for the results of round `number`, which is the next one to be taken, after `finish`.
+
+        Returns this rank's shards of the results that are complete, of an empty shard an empty one, with the numbers of
+        their parameters.
+        """
+        matrices, pending = self._returning.popleft()
+        for parameter in dict.fromkeys(matrix.parameter for matrix in matrices):
+            if parameter not in self._results:
+                shape = self._shapes[parameter]
+                self._results[parameter] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        targets = [
+            view
+            for matrix in sorted(matrices, key=lambda one: one.owner)
+            if (part := matrix.part_of(self.owners.rank)) is not None
+            for view in _views(self._results[matrix.parameter], matrix, part, "local")
+        ]
+        _fill(targets, pending.wait())
+        last = self.owners.last_round
+        return [(each, self._results.pop(each)) for each in list(self._results) if last[each] == number]
+
+    def discard(self) -> None:
+        """Wait for what is on its way, and forget it."""
+        with self.on_stream():
+            for _, pending in (*self._arriving, *self._returning):
+                pending.wait()
+        self._arriving.clear()
+        self._returning.clear()
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Enter the stream of the exchange."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _start(self) -> None:
+        """Send the shards of the next round to their owners, to each its matrices' in order; compute the round before.
+
+        On a GPU shards are made and packed on the caller's stream, which makes gradients.
+        """
+        number, owners = self._started, self.owners
+        matrices = owners.rounds[number]
+        for parameter in dict.fromkeys(matrix.parameter for matrix in matrices):
+            if parameter not in self._shapes:
+                shard = self._shards[parameter] = self._shard_of(parameter)
+                self._shapes[parameter] = shard.shape
+        sends, receives, pieces = [0] * owners.size, [0] * owners.size, []
         for matrix in sorted(matrices, key=lambda one: one.owner):
             for part in matrix.parts:
-                if part.sender == self.rank:
+                if part.sender == owners.rank:
                     sends[matrix.owner] += part.numbers
-                    pieces += [view.reshape(-1) for view in _views(shards[matrix.parameter], matrix, part, "local")]
-                if matrix.owner == self.rank:
+                    pieces += list(_views(self._shards[matrix.parameter], matrix, part, "local"))
+                if matrix.owner == owners.rank:
                     receives[part.sender] += part.numbers
-        return self._exchange(pieces, sends, receives, dtype, shards[0].device)
+        sent = self._pack(pieces)
+        for parameter in list(self._shards):
+            if owners.last_round[parameter] == number:
+                del self._shards[parameter]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            sent.record_stream(self.stream)
+        with self.on_stream():
+            self._arriving.append((matrices, self._send(sent, sends, receives)))
+        self._started += 1
+        if number:
+            self._compute()
 
-    def _assemble(self, matrices: Sequence[_Matrix], came: Tensor) -> list[Tensor]:
+    def _compute(self) -> None:
+        """Compute this rank's matrices of the round that was sent first, and begin to send the results back."""
+        matrices, pending = self._arriving.popleft()
+        with self.on_stream():
+            mine = self.owners.mine(matrices)
+            found = [
+                self._function(whole, matrix.parameter)
+                for matrix, whole in zip(mine, self._assemble(mine, pending.wait()), strict=True)
+            ]
+            self._returning.append((matrices, self._give_back(matrices, found)))
+
+    def _assemble(self, mine: Sequence[_Matrix], came: Tensor) -> list[Tensor]:
         """This rank's matrices, whole: what came is in the order of senders, then of matrices and their parts."""
-        mine = self._mine(matrices)
         wholes = [came.new_empty(matrix.shape) for matrix in mine]
         targets = [
             (part.sender, view)
@@ -123,47 +215,39 @@ class MatrixOwners:
         _fill([view for _, view in sorted(targets, key=lambda target: target[0])], came)
         return wholes
 
-    def _give_back(
-        self, matrices: Sequence[_Matrix], found: Sequence[Tensor], dtype: torch.dtype, device: torch.device
-    ) -> Pending:
+    def _give_back(self, matrices: Sequence[_Matrix], found: Sequence[Tensor]) -> Pending:
         """Begin to send each part of this rank's results to all that hold it."""
-        sends, receives = [0] * self.size, [0] * self.size
-        pieces = []
-        for holder in range(self.size):
-            for matrix, whole in zip(self._mine(matrices), found, strict=True):
+        owners = self.owners
+        sends, receives, pieces = [0] * owners.size, [0] * owners.size, []
+        for holder in range(owners.size):
+            for matrix, whole in zip(owners.mine(matrices), found, strict=True):
                 if (part := matrix.part_of(holder)) is not None:
                     sends[holder] += part.numbers
-                    pieces += [view.reshape(-1) for view in _views(whole, matrix, part, "whole")]
+                    pieces += list(_views(whole, matrix, part, "whole"))
         for matrix in matrices:
-            if (part := matrix.part_of(self.rank)) is not None:
+            if (part := matrix.part_of(owners.rank)) is not None:
                 receives[matrix.owner] += part.numbers
-        return self._exchange(pieces, sends, receives, dtype, device)
+        return self._send(self._pack(pieces), sends, receives)
 
-    def _place(self, matrices: Sequence[_Matrix], pending: Pending, results: Sequence[Tensor]) -> None:
-        """Put what owners have sent back into this rank's shards of results."""
-        targets = [
-            view
-            for matrix in sorted(matrices, key=lambda one: one.owner)
-            if (part := matrix.part_of(self.rank)) is not None
-            for view in _views(results[matrix.parameter], matrix, part, "local")
-        ]
-        _fill(targets, pending.wait())
+    def _pack(self, pieces: Sequence[Tensor]) -> Tensor:
+        sent = torch.empty(sum(piece.numel() for piece in pieces), dtype=self._dtype, device=self._device)
+        if pieces:
+            targets = sent.split([piece.numel() for piece in pieces])
+            torch._foreach_copy_([t.view(p.shape) for t, p in zip(targets, pieces, strict=True)], list(pieces))
+        return sent
 
-    def _exchange(
-        self, pieces: Sequence[Tensor], sends: list[int], receives: list[int], dtype: torch.dtype, device: torch.device
-    ) -> Pending:
-        sent = torch.empty(sum(sends), dtype=dtype, device=device)
-        _fill_from(sent, pieces)
-        if self.size == 1:
+    def _send(self, sent: Tensor, sends: list[int], receives: list[int]) -> Pending:
+        if self.owners.size == 1:
             return Pending(sent)
-        return start_all_to_all(
-            torch.empty(sum(receives), dtype=dtype, device=device), sent, receives, sends, self.group
-        )
+        return start_all_to_all(sent.new_empty(sum(receives)), sent, receives, sends, self.owners.group)
 
 
-def _assign(layouts: Sequence[ParameterLayout], held: Sequence[Sequence[Sequence[Box]]], ranks: int) -> list[_Matrix]:
-    """Matrices with their owners: the most expensive first, each to the rank with the least to do that holds a part."""
-    matrices = []
+_Held = tuple[int, int | None, tuple[int, ...], dict[tuple[Box, ...], list[int]]]
+"""A matrix without an owner: number of its parameter, index in it, shape, and the ranks that hold each part."""
+
+
+def _find_matrices(layouts: Sequence[ParameterLayout], held: Sequence[Sequence[Sequence[Box]]]) -> list[_Held]:
+    matrices: list[_Held] = []
     for number, layout in enumerate(layouts):
         for index in range(layout.shape[0]) if len(layout.shape) == 3 else (None,):
             holders: dict[tuple[Box, ...], list[int]] = defaultdict(list)
@@ -172,41 +256,45 @@ def _assign(layouts: Sequence[ParameterLayout], held: Sequence[Sequence[Sequence
                     holders[of_matrix].append(rank)
             if prod(layout.shape[-2:]):
                 matrices.append((number, index, layout.shape[-2:], holders))
+    return matrices
+
+
+def _assign(matrices: Sequence[_Held], ranks: int) -> list[list[_Matrix]]:
+    """Rounds of matrices with their owners, in order: of each round the most expensive first, each to the rank that has
+    the least to do in all rounds up to then, among those that hold a part of it."""
+    rounds: list[list[_Matrix]] = []
     work = [0] * ranks
-    made = []
-    for number, index, shape, holders in sorted(matrices, key=lambda one: (-_cost(one[2]), one[0], one[1] or 0)):
-        owner = min((rank for one in holders.values() for rank in one), key=lambda rank: (work[rank], rank))
-        work[owner] += _cost(shape)
-        parts = tuple(
-            _HeldPart(boxes, tuple(ranks), owner if owner in ranks else ranks[owner % len(ranks)])
-            for boxes, ranks in holders.items()
-        )
-        made.append(_Matrix(number, index, shape, owner, parts))
-    return made
+    for some in _divide(matrices, ranks):
+        made = []
+        for number, index, shape, holders in sorted(some, key=lambda one: -_cost(one[2])):
+            owner = min((rank for one in holders.values() for rank in one), key=lambda rank: (work[rank], rank))
+            work[owner] += _cost(shape)
+            parts = tuple(
+                _HeldPart(boxes, tuple(ranks), owner if owner in ranks else ranks[owner % len(ranks)])
+                for boxes, ranks in holders.items()
+            )
+            made.append(_Matrix(number, index, shape, owner, parts))
+        rounds.append(made)
+    return rounds
+
+
+def _divide(matrices: Sequence[_Held], ranks: int) -> list[list[_Held]]:
+    """Cut a sequence of matrices into rounds of about `_ROUND` numbers an owner."""
+    rounds: list[list[_Held]] = []
+    room = 0
+    for matrix in matrices:
+        if room <= 0:
+            rounds.append([])
+            room = _ROUND * ranks
+        rounds[-1].append(matrix)
+        room -= prod(matrix[2])
+    return rounds
 
 
 def _cost(shape: tuple[int, ...]) -> int:
     """Of an iteration, up to a factor: a product [s, l] x [l, s], one [s, s] x [s, s], and one [s, s] x [s, l]."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
-
-
-def _divide(matrices: Sequence[_Matrix], ranks: int) -> list[list[_Matrix]]:
-    """Rounds, in each of which an owner has matrices of at most `_ROUND` numbers, or one."""
-    rounds: list[list[_Matrix]] = []
-    for owner in range(ranks):
-        number, numbers = 0, 0
-        for matrix in matrices:
-            if matrix.owner != owner:
-                continue
-            size = prod(matrix.shape)
-            if numbers and numbers + size > _ROUND:
-                number, numbers = number + 1, 0
-            numbers += size
-            while len(rounds) <= number:
-                rounds.append([])
-            rounds[number].append(matrix)
-    return rounds
 
 
 def _has(box: Box, index: int | None) -> bool:
@@ -234,8 +322,3 @@ def _fill(targets: Sequence[Tensor], source: Tensor) -> None:
         torch._foreach_copy_(
             list(targets), [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
         )
-
-
-def _fill_from(target: Tensor, pieces: Sequence[Tensor]) -> None:
-    if pieces:
-        torch._foreach_copy_(list(target.split([piece.numel() for piece in pieces])), list(pieces))

@@ -6,21 +6,26 @@ An update needs the whole matrix. Each matrix is brought together on one of the 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from stretto.axes import STAGE_AXES
 from stretto.memory import failures
 from stretto.optim.adamw import AdamW, call, local
-from stretto.optim.matrix_owners import MatrixOwners
+from stretto.optim.matrix_owners import Exchange, MatrixOwners
+from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layout import ParameterLayout, has_layout, layout_of
+from stretto.parallel.state import require_state
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 DEFAULT_MOMENTUM = 0.95
@@ -64,16 +69,20 @@ class RowParts(NamedTuple):
 def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters for which Muon is meant, by name: weights [a, b], and experts' [e, a, b].
 
-    Embeddings and output heads are left out: a head is the model's `get_output_embeddings()`, a parallelized head, or a
-    module called head, lm_head, embed_out, output_projection, score, classifier or qa_outputs. Weights of three dims
-    are those under "experts", whose biases [e, a] are left out, as are decays A_log [a, b] of state-space models.
+    Embeddings, with adapters of these (PEFT), and output heads are left out: a head is the model's
+    `get_output_embeddings()`, a parallelized head, or a module called head, lm_head, embed_out, output_projection,
+    score, classifier or qa_outputs. Weights of three dims are those under "experts", whose biases [e, a] are left out,
+    as are decays A_log [a, b] of state-space models.
     """
     find = getattr(model, "get_output_embeddings", None)
     head = find() if find is not None else None
     others = {
         id(parameter)
         for name, module in model.named_modules()
-        if isinstance(module, _TABLES) or module is head or name.rpartition(".")[2] in _HEADS
+        if isinstance(module, _TABLES)
+        or isinstance(getattr(module, "base_layer", None), _TABLES)
+        or module is head
+        or name.rpartition(".")[2] in _HEADS
         for parameter in module.parameters()
     }
     return {
@@ -103,6 +112,24 @@ class _MatrixParameter(NamedTuple):
     def seen_shape(self) -> tuple[int, ...]:
         """The shape [.., out, in] of what is orthogonalized, all parts together."""
         return (*self.shape[:-2], *self.shape[:-3:-1]) if self.is_transposed else self.shape
+
+
+class _Update(NamedTuple):
+    """How a step writes a parameter of matrices."""
+
+    matrix: _MatrixParameter
+    lr: float | Tensor
+    weight_decay: float
+
+
+class _Overlap(NamedTuple):
+    """What `Muon.overlap_with` has made. parameters: the model's, of all matrices. group, stream: of exchanges."""
+
+    exchange: BackwardExchange
+    parameters: tuple[nn.Parameter, ...]
+    group: dist.ProcessGroup
+    stream: torch.cuda.Stream | None
+    in_backward: bool
 
 
 class Muon(AdamW):
@@ -153,18 +180,20 @@ class Muon(AdamW):
         self.momentum, self.nesterov, self.adjust_lr, self.iteration = momentum, nesterov, adjust_lr, iteration
         self.grid = grid
         self._matrices: list[_MatrixParameter] = []
-        self._owners: dict[tuple[int, ...], MatrixOwners] = {}
+        self._owners: dict[tuple[tuple[int, ...], bool], MatrixOwners] = {}
+        self._overlap: _Overlap | None = None
+        self._late: LateUpdates | None = None
         given: list[Any] = list(params)
         if given and not isinstance(given[0], dict):
             given = [{"params": given, "use_muon": True}]
         super().__init__(given, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-        for group in self.param_groups:
-            group["fused"] = False  # a skipped step is decided on the host
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, for AdamW unless the group has `use_muon`."""
         if not isinstance(param_group, dict):
             raise TypeError(f"a parameter group must be a dict, but is a {type(param_group).__name__}")
+        if self._overlap is not None and param_group.get("use_muon"):
+            raise ValueError("add matrices before overlap_with, which exchanges those that there are")
         group = {"use_muon": False, "fused": False, **param_group}
         parts, layouts = (list(group.pop(key, None) or ()) for key in ("row_parts", "layouts"))
         super().add_param_group(group)
@@ -188,8 +217,10 @@ class Muon(AdamW):
         self._matrices += found
 
     def __getstate__(self) -> dict[str, Any]:
+        self.synchronize()
         names = "momentum", "nesterov", "adjust_lr", "iteration", "grid", "_matrices"
-        return super().__getstate__() | {name: getattr(self, name) for name in names} | {"_owners": {}}
+        empty: dict[str, Any] = {"_owners": {}, "_overlap": None, "_late": None}
+        return super().__getstate__() | {name: getattr(self, name) for name in names} | empty
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.optim.Optimizer.__setstate__(self, state)  # torch's AdamW wants a count of steps of every parameter
@@ -204,72 +235,177 @@ class Muon(AdamW):
             )
         super().load_state_dict(state_dict)
 
+    def overlap_with(
+        self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None, *, in_backward: bool = True
+    ) -> None:
+        """Hide the exchange of matrices under `model`'s passes from now on. Collective over all ranks of the job.
+
+            optimizer.overlap_with(model)
+
+        Matrices go to their owners, and are iterated on a side stream, as soon as their gradients are final in the
+        backward pass; after `step`, weights that z shards are written when the next forward pass gathers them, and
+        others before it. With `step(scale=...)`, as for clipping, the exchange starts in `step`: what is sent depends
+        on the factor. `in_backward=False` starts it there always, for gradients that are changed in place.
+
+        After `step`, whatever reads weights through the model, `state_dict`, `to_local` or (torch 2.13) any operator
+        reads the new ones. Call `synchronize` before others: kernels of your own on addresses taken earlier. In a CUDA
+        graph (`stretto.parallel.CapturedStep`), weights are written before the step ends.
+
+        model: on the grid, without pipeline stages; it has all matrices. parameters: the model's, one for each matrix,
+        where the optimizer's own share their memory. ValueError for others, and without `grid`.
+        """
+        state = require_state(model, "Muon.overlap_with")
+        given = [matrix.parameter for matrix in self._matrices] if parameters is None else parameters
+        found = [parameter for parameter in given if isinstance(parameter, nn.Parameter)]
+        own = {id(parameter) for parameter in model.parameters()}
+        if self.grid is None or self.grid.size("pipe") > 1 or len(found) != len(self._matrices):
+            raise ValueError("Muon.overlap_with takes a Muon of a grid without pipeline stages, and all its matrices")
+        if not all(id(parameter) in own and has_layout(parameter) for parameter in found):
+            raise ValueError("Muon has matrices that are no parameters of this model, which must have them all")
+        reducer, grid = state.gradient_reducer, self.grid
+        self.synchronize()
+        settle(found)  # another optimizer may have left them
+        group = grid.group("stage")
+        if group.size() > 1:  # a communicator of its own: results would delay reductions that are issued after them
+            shared = grid.shared_group(grid.partition(STAGE_AXES), "muon")
+            assert shared is not None
+            group = shared
+        weights = {parameter: reducer.sharded.get(parameter) for parameter in found}
+        read = [p for p, weight in weights.items() if weight is None or (weight.group and weight.group.size() == 1)]
+        exchange = BackwardExchange(found, read, partial(self._begin, last_first=True), self._direction)
+        stream = torch.cuda.Stream(grid.device) if grid.device.type == "cuda" else None
+        self._owners, self._overlap = {}, _Overlap(exchange, tuple(found), group, stream, in_backward)
+        reducer.listener = exchange
+        model.register_state_dict_pre_hook(lambda *_: settle(found))
+        model.register_load_state_dict_pre_hook(lambda *_: settle(found))
+
+    def synchronize(self) -> None:
+        """Have the current stream wait until all weights are written, which `overlap_with` leaves to their readers."""
+        if self._late is not None:
+            self._late.settle_all()
+            self._late = None
+
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, skip: Tensor | None = None
     ) -> Any:
         """Update the parameters, as `AdamW.step`. Collective over the stage's ranks if parameters are on a grid."""
         loss = call(closure, scale)  # which may drop the gradients of all groups
-        if skip is not None and bool(skip):
-            return loss
+        if skip is not None and not skip.is_cuda:
+            if bool(skip):
+                return loss
+            skip = None
+        self._update_matrices(scale, skip)  # first: AdamW's step is on another stream then
         whole, self.param_groups = self.param_groups, [one for one in self.param_groups if not one["use_muon"]]
         try:
-            super().step(scale=scale)
+            super().step(scale=scale, skip=skip)
         finally:
             self.param_groups = whole
-        self._update_matrices(scale)
         return loss
 
-    def _update_matrices(self, scale: Tensor | None) -> None:
+    def _update_matrices(self, scale: Tensor | None, skip: Tensor | None) -> None:
+        self.synchronize()
+        overlap, exchange = self._overlap, None
         # On a grid, ranks may differ in which parameters have a gradient, but not in which are frozen.
         is_on_grid = any(matrix.layout is not None for matrix in self._matrices)
         groups = [group for group in self.param_groups if group["use_muon"] for _ in group["params"]]
-        active = [
-            (number, matrix, group)
+        active = {
+            number: _Update(matrix, _copied(group["lr"]) if overlap else group["lr"], group["weight_decay"])
             for number, (matrix, group) in enumerate(zip(self._matrices, groups, strict=True))
             if matrix.parameter.grad is not None or (is_on_grid and matrix.parameter.requires_grad)
-        ]
+        }
         if not active:
             return
-        numbers, matrices = tuple(number for number, *_ in active), [matrix for _, matrix, _ in active]
-        flag = failures.find_flag(matrices[0].parameter.device)
+        numbers, updates = tuple(active), list(active.values())
+        flag = failures.find_flag(updates[0].matrix.parameter.device)
         is_right = None if flag is None else flag[0] == 0
-        shards = [self._follow_momentum(matrix.parameter, scale, is_right) for matrix in matrices]
-        dtype = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.bfloat16
+        if skip is not None:
+            is_right = ~skip if is_right is None else ~skip & is_right
+        gradients = {n: None if (g := u.matrix.parameter.grad) is None else local(g) for n, u in active.items()}
+        have_some = {number for number, gradient in gradients.items() if gradient is not None}
 
-        def update_of(whole: Tensor, place: int) -> Tensor:
-            return self._orthogonalize(whole, matrices[place])
+        def apply(place: int, update: Tensor) -> None:
+            if numbers[place] in have_some:
+                _apply(updates[place], update, _factor(updates[place].matrix.seen_shape, self.adjust_lr), is_right)
 
-        if is_on_grid:
-            updates = self._find_owners(numbers, matrices).apply(shards, update_of, dtype)
+        def follow(number: int) -> Tensor | None:
+            """Update this rank's momentum. Returns the gradient that was added to it."""
+            if (gradient := gradients[number]) is None:
+                return None
+            momentum = self._momentum(number)
+            if scale is not None:
+                gradient = gradient * scale.to(gradient.dtype)
+            if is_right is not None:  # after a failed wait, or in a skipped step, it may be NaN
+                gradient = torch.where(is_right, gradient, momentum)
+            momentum.lerp_(gradient, 1 - self.momentum)
+            return gradient
+
+        def shard_of(place: int) -> Tensor:
+            gradient = follow(number := numbers[place])
+            return self._direction(number, None) if gradient is None else self._mix(gradient, self._momentum(number))
+
+        if not is_on_grid:
+            dtype = _sent_dtype([update.matrix for update in updates])
+            for place, update in enumerate(updates):
+                apply(place, self._orthogonalize(shard_of(place).to(dtype), update.matrix))
+            return
+        if overlap is not None:
+            exchange = overlap.exchange.take(numbers, list(gradients.values()) if scale is None else None)
+            overlap.exchange.is_on = overlap.in_backward and scale is None
+            if overlap.exchange.is_on:  # now, rather than in a backward pass that may be captured
+                self._begin(numbers, shard_of, last_first=True)
+        if exchange is None:
+            exchange = self._begin(numbers, shard_of)
+            exchange.finish()
         else:
-            updates = [update_of(shard.to(dtype), place) for place, shard in enumerate(shards)]
-        for (_, matrix, group), update in zip(active, updates, strict=True):
-            if matrix.parameter.grad is not None:
-                _apply(matrix.parameter, update, group, _factor(matrix.seen_shape, self.adjust_lr), is_right)
+            for number in numbers:
+                follow(number)
+        gradients.clear()
+        if overlap is not None:
+            self._late = LateUpdates(exchange, apply, [overlap.parameters[number] for number in numbers])
+            return
+        for number in range(len(exchange.owners.rounds)):
+            for place, made in exchange.take(number):
+                apply(place, made)
 
-    def _find_owners(self, numbers: tuple[int, ...], matrices: Sequence[_MatrixParameter]) -> MatrixOwners:
-        """The owners of the matrices that are trained. Collective for others than before."""
-        if numbers not in self._owners:
+    def _begin(
+        self, numbers: tuple[int, ...], shard_of: Callable[[int], Tensor], *, last_first: bool = False
+    ) -> Exchange:
+        """Make the exchange of these matrices. Collective for others than before."""
+        matrices = [self._matrices[number] for number in numbers]
+        dtype = _sent_dtype(matrices)
+        key = numbers, last_first
+        if key not in self._owners:
             assert self.grid is not None
+            self._owners = {known: owners for known, owners in self._owners.items() if known[0] == numbers}
             layouts = [matrix.layout or ParameterLayout(matrix.shape, ()) for matrix in matrices]
-            self._owners = {numbers: MatrixOwners(layouts, self.grid)}
-        return self._owners[numbers]
+            group = None if self._overlap is None else self._overlap.group
+            self._owners[key] = MatrixOwners(layouts, self.grid, group, last_first=last_first)
+        return Exchange(
+            self._owners[key],
+            lambda place: shard_of(place).to(dtype),
+            lambda whole, place: self._orthogonalize(whole, matrices[place]),
+            dtype,
+            matrices[0].parameter.device,
+            None if self._overlap is None else self._overlap.stream,
+        )
 
-    def _follow_momentum(self, parameter: Tensor, scale: Tensor | None, is_right: Tensor | None) -> Tensor:
-        """Update this rank's momentum, and return what is to be orthogonalized: zeros for no gradient."""
-        if parameter.grad is None:
-            return torch.zeros_like(local(parameter))
+    def _momentum(self, number: int) -> Tensor:
+        parameter = self._matrices[number].parameter
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        gradient, momentum = local(parameter.grad), local(state["momentum_buffer"])
-        if scale is not None:
-            gradient = gradient * scale.to(gradient.dtype)
-        if is_right is not None:  # after a failed wait it may be NaN
-            gradient = torch.where(is_right, gradient, momentum)
-        momentum.lerp_(gradient, 1 - self.momentum)
+        return local(state["momentum_buffer"])
+
+    def _mix(self, gradient: Tensor, momentum: Tensor) -> Tensor:
+        """What is to be orthogonalized, of a gradient and the momentum that has it."""
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
+
+    def _direction(self, number: int, gradient: Tensor | None) -> Tensor:
+        """What a step would orthogonalize; the momentum stays as it is."""
+        if gradient is None:
+            return torch.zeros_like(local(self._matrices[number].parameter), requires_grad=False)
+        return self._mix(gradient, self._momentum(number).lerp(gradient, 1 - self.momentum))
 
     def _orthogonalize(self, whole: Tensor, matrix: _MatrixParameter) -> Tensor:
         """The update of a parameter's matrix, or matrices, [.., a, b]: parts times their factor over the whole's."""
@@ -315,13 +451,24 @@ def _find_matrix(parameter: Tensor, parts: Sequence[RowParts], layout: Parameter
     return _MatrixParameter(parameter, shape, tuple(parts), layout)
 
 
-def _apply(parameter: Tensor, update: Tensor, group: Mapping[str, Any], factor: float, is_right: Tensor | None) -> None:
-    """parameter = parameter * (1 - lr * decay) - lr * factor * update; not after a failed wait."""
-    shard, lr, decay = local(parameter), group["lr"], group["weight_decay"]
-    rate = lr * factor
+def _sent_dtype(matrices: Sequence[_MatrixParameter]) -> torch.dtype:
+    """In which matrices are sent and iterated."""
+    is_wide = any(matrix.parameter.dtype == torch.float64 for matrix in matrices)
+    return torch.float64 if is_wide else torch.bfloat16
+
+
+def _copied(lr: float | Tensor) -> float | Tensor:
+    """A rate that is read later: the caller may write the next step's into its tensor."""
+    return lr.clone() if isinstance(lr, Tensor) else lr
+
+
+def _apply(own: _Update, update: Tensor, factor: float, is_right: Tensor | None) -> None:
+    """parameter = parameter * (1 - lr * decay) - lr * factor * update; not after a failed wait or if skipped."""
+    parameter, lr = own.matrix.parameter, own.lr
+    shard, rate = local(parameter), lr * factor
     if is_right is not None:
         update, lr = torch.where(is_right, update, 0), is_right * lr
-    shard.mul_(1 - lr * decay)
+    shard.mul_(1 - lr * own.weight_decay)
     if isinstance(rate, Tensor):
         shard.sub_(update.to(shard.dtype) * rate)
     else:

@@ -48,6 +48,8 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     note_forward(model)
     if not in_backward():
         gradient_reducer.drop_failed_passes()
+        if gradient_reducer.listener is not None:
+            gradient_reducer.listener.begin_forward()
     stream = current_stream(state.grid.device)
     waiting: list[tuple[str, nn.Module]] = [("", model)]  # `named_modules` takes several times as long
     for prefix, module in waiting:  # without calls, which would cost more than the comparisons (`LocalTensors`)

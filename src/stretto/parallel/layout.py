@@ -2,7 +2,7 @@
 """Layouts of parameters on a grid: the splits of their dims over axes, shards, and gathering them again."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -123,7 +123,8 @@ class TensorOnGrid(DTensor):
     """A DTensor of Stretto's own: a parameter that `parallelize` made, or a view of one, which has no layout.
 
     low_precision_weight: of a parameter, what an optimizer writes along with it (`parallel.low_precision_weights`).
-    pruned: of a pruned one that z shards, the `PrunedWeight` of `parallel.comm.pruned_weights`.
+    pruned: of a pruned one that z shards, the `PrunedWeight` of `parallel.comm.pruned_weights`. late_write: of a
+    parameter that an optimizer has yet to write (`optim.muon_overlap`), what has the reader's stream wait for it.
     """
 
     __slots__ = ()
@@ -131,6 +132,14 @@ class TensorOnGrid(DTensor):
     parameter_layout: ParameterLayout | None = None
     low_precision_weight: Any = None
     pruned: Any = None
+    late_write: Callable[[], None] | None = None
+
+    def to_local(self, **options: Any) -> Tensor:
+        """This rank's shard, as a DTensor's, once it is written."""
+        if not torch.compiler.is_dynamo_compiling() and self.late_write is not None:
+            self.late_write()
+        shard: Tensor = super().to_local(**options)
+        return shard
 
 
 def has_layout(tensor: object) -> bool:
@@ -295,5 +304,7 @@ Version = tuple[int, int, int]
 
 def version_of(parameter: Tensor) -> Version:
     """The version of a DTensor parameter: a write counts at the parameter or at its shard, depending on its path."""
+    if isinstance(parameter, TensorOnGrid) and parameter.late_write is not None:
+        parameter.late_write()
     shard = parameter._local_tensor if isinstance(parameter, TensorOnGrid) else local(parameter)
     return shard.data_ptr(), shard._version, parameter._version

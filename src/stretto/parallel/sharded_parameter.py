@@ -89,6 +89,9 @@ class ShardedParameter(TensorOnGrid):
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
         is_view = operator.is_view and own != []
+        for tensor in own:
+            if tensor.late_write is not None:
+                tensor.late_write()
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -156,6 +159,8 @@ class ShardedParameter(TensorOnGrid):
         DTensor would have each shard take a part of its own rank's gradient: another one where a term outside of the
         forward pass depends on a rank's own rows. grad_placements: what each rank's gradient is, and no average then.
         """
+        if self.late_write is not None:
+            self.late_write()
         whole = super().full_tensor(grad_placements=grad_placements)
         if grad_placements is None and whole.requires_grad:
             for dim, placement in enumerate(self.placements):

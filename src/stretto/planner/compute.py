@@ -13,7 +13,7 @@ from stretto.cluster.model import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
 from stretto.execution import TwoLevel
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.communication import has_nvlink_over_z
+from stretto.planner.communication import group_bandwidth, has_nvlink_over_z
 from stretto.planner.experts.cost import local_expert_parameters
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import gathered_by_copy_engines, local_parameters
@@ -234,7 +234,35 @@ def step_seconds(workload: StepWorkload, config: StepConfig, device: Device) -> 
     grid, state = workload.model.splitting_sizes(config.grid), config.state
     # With separate optimizer state, a rank's actual shards count; with fp32 parameters, an equal part of all.
     parameters = local_parameters(workload.model, grid) if state.is_separate else _parameters(workload, grid)
-    return optimizer_seconds(workload, state, device.cluster, parameters, device.traffic)
+    update = optimizer_seconds(workload, state, device.cluster, parameters, device.traffic)
+    return update + muon_seconds(workload, config.grid, device)
+
+
+NEWTON_SCHULZ = 5  # iterations, by default
+
+
+def muon_seconds(workload: StepWorkload, grid: GridSizes, device: Device) -> float:
+    """Seconds of Muon's iterations and exchange of matrices in a step of one stage's blocks (`stretto.optim.Muon`).
+
+    Owners share the iterations evenly. Nothing hides these: passes leave no multiplying to others. Matrices travel to
+    owners and back meanwhile, in the dtype of the iterations; what takes longer than these is counted.
+    """
+    if workload.optimizer != "muon":
+        return 0.0
+    flops = numbers = 0.0
+    for kind in workload.model.kinds:
+        for count, rows, columns in (each for layer in kind.model.block for each in layer.matrices()):
+            short, long = sorted((rows, columns))
+            flops += kind.blocks * count * NEWTON_SCHULZ * (4 * short * short * long + 2 * short**3)
+            numbers += kind.blocks * count * rows * columns
+    owners = grid.stage_ranks
+    iterations = flops / owners / device.of_others.flops
+    if owners == 1:
+        return iterations
+    element = 8 if workload.dtype == "fp64" else 2
+    copies = owners / workload.model.splitting_sizes(grid).weight_parts  # all of which get the result
+    sent = element * numbers / owners * (1 + copies) * (1 - 1 / owners)
+    return max(iterations, sent / group_bandwidth(device.cluster, 1, owners))
 
 
 _PASSES_OVER_SCORES = 12  # reads and writes

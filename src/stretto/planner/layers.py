@@ -93,6 +93,10 @@ class BlockLayer(ABC):
         """Its linears, in order; none by default."""
         return ()
 
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """How many matrices [outputs, inputs] of each size its weights are, for an optimizer of whole matrices."""
+        return tuple((1, linear.outputs, linear.inputs) for linear in self.linears())
+
     @abstractmethod
     def kept(self, grid: GridSizes, token_parts: int) -> float:
         """Numbers that it keeps for its backward pass."""
@@ -215,6 +219,9 @@ class AttentionLayer(BlockLayer):
                 Linear("v", hidden, self.keys, False, bias, kv, is_first, shared=shared),
             ]
         return (*inputs, Linear("out", self.queries, hidden, True, self.has_out_bias, hidden, is_first))
+
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        return (1, self.queries, self.hidden), (2, self.keys, self.hidden), (1, self.hidden, self.queries)
 
     def kept(self, grid: GridSizes, token_parts: int) -> float:
         # Queries, keys, values, and the result; and of each head a sum of exponentials in fp32.

@@ -70,6 +70,12 @@ def _backend(_semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(_semantic.builder.options.backend_name)
 
 
+@triton.jit
+def is_cuda():  # type: ignore[no-untyped-def]
+    """Whether the kernel is compiled for NVIDIA GPUs: a constant."""
+    return not INTERPRETED and _backend() == "cuda"
+
+
 @tl.core.builtin
 def count_threads(_semantic: Any = None) -> tl.constexpr:
     """Return the number of threads of a compiled program."""

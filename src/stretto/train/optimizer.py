@@ -24,6 +24,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, check_is_sharded, has_layout, layout_of
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.sharded_parameter import ParameterShard
+from stretto.parallel.state import state_of
 from stretto.train.config.options import RunOptions, Schedule
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,9 @@ class ShardOptimizer:
             )
         nothing = {"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}  # torch refuses an empty list
         self.inner = make([group for group in groups if group["params"]] or [nothing])
+        state = state_of(model)
+        if matrices and isinstance(self.inner, Muon) and state is not None and state.grid.size("pipe") == 1:
+            self.inner.overlap_with(model, [self.parameters[name] for name in matrices])
 
     @property
     def name(self) -> str:
@@ -124,6 +128,8 @@ class ShardOptimizer:
                 self.inner.step()
         for shard, weight in before.items():  # now that the optimizer, which looks for any, has made its own state
             self.inner.state[shard][AVERAGE] = weight
+        if shards and isinstance(self.inner, Muon):
+            self.inner.synchronize()
         if shards and self.average is not None:
             averages, weights = [self.inner.state[shard][AVERAGE] for shard in shards], [s.detach() for s in shards]
             move_averages(averages, weights, self.average, skip)
@@ -140,6 +146,8 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def _exchange_averages(self) -> None:
+        if isinstance(self.inner, Muon):
+            self.inner.synchronize()
         for shard in self._shards.values():
             if (average := self.inner.state[shard].get(AVERAGE)) is not None:
                 weight = shard.detach().clone()

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.execution import SparseIndexKind, check_sparsity
 from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, WeightMask, make_index
-from stretto.optim.sparse.masks import count_left, pack, select_above, select_largest
+from stretto.optim.sparse.masks import count_left, find_threshold, magnitude_bits, pack, select_above, select_largest
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.pruned_weights import PrunedWeight
 from stretto.parallel.comm.weight_gathering import WeightToGather
@@ -104,54 +104,35 @@ def _choose(
             f"there is nothing to prune: no trained parameter of two or more dims is left beside embeddings and what "
             f"exclude={list(exclude)} names"
         )
-    not_numbers = [
-        name
-        for name, parameter in parameters.items()
-        if bool((local_shard(parameter) if weights is None else weights(name)).isnan().any())
-    ]
+
+    def shard_of(name: str) -> Tensor:
+        return local_shard(parameters[name]) if weights is None else weights(name)
+
+    not_numbers = [name for name in parameters if bool(shard_of(name).isnan().any())]
     if _sum_over_ranks(model, float(len(not_numbers))):
         named = ", ".join(not_numbers) or "parameters of other ranks"
         raise ValueError(f"{named} have numbers that are NaN, of which none is larger: prune weights that are finite")
-    shards = (
-        {name: local_shard(parameter) if weights is None else weights(name) for name, parameter in parameters.items()}
-        if scope == "global"
-        else {}
-    )
-    threshold, ties = _find_threshold(model, parameters, shards, sparsity) if scope == "global" else (0.0, 0)
+    threshold, ties = (0.0, 0)
+    if scope == "global":
+        bits = {name: magnitude_bits(shard_of(name)) for name in parameters}
+        replicas = {name: _replicas(parameter) for name, parameter in parameters.items()}
+
+        def count(at_least: int) -> int:
+            mine = sum(float((own >= at_least).sum()) / replicas[name] for name, own in bits.items())
+            return round(_sum_over_ranks(model, mine))
+
+        threshold, ties = find_threshold(count, count_left(count(0), sparsity))
+        bits.clear()
     found = {}
     for name, parameter in parameters.items():
-        shard = shards.pop(name) if shards else (local_shard(parameter) if weights is None else weights(name))
-        whole = _gather(shard.to(parameter.device), parameter)
-        whole = whole.float() if scope == "global" else whole  # as it was compared
+        whole = _gather(shard_of(name).to(parameter.device), parameter)
         if scope == "layer":
             is_left = select_largest(whole, count_left(whole.numel(), sparsity))
         else:
             is_left = select_above(whole, threshold, ties)
-            ties -= min(ties, int((whole.abs() == threshold).sum()))
+            ties -= min(ties, int((whole.float().abs() == threshold).sum()))
         found[name] = WeightMask.of(_shard(is_left, parameter))
     return Masks(found, sparsity)
-
-
-def _find_threshold(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], shards: Mapping[str, Tensor], sparsity: float
-) -> tuple[float, int]:
-    """The smallest magnitude that is left of all parameters together, and how many of those that equal it.
-
-    Bisects the bits of fp32 numbers, which are ordered as their magnitudes are.
-    """
-    bits = {name: shard.detach().float().abs().flatten().view(torch.int32) for name, shard in shards.items()}
-    replicas = {name: _replicas(parameter) for name, parameter in parameters.items()}
-
-    def count(at_least: int) -> int:
-        mine = sum(float((own >= at_least).sum()) / replicas[name] for name, own in bits.items())
-        return round(_sum_over_ranks(model, mine))
-
-    left = count_left(count(0), sparsity)
-    low, high = 0, 0x7F800001  # as many as are left reach `low`, fewer reach `high`
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if count(middle) >= left else (low, middle)
-    return float(torch.tensor(low, dtype=torch.int32).view(torch.float32)), left - count(low + 1)
 
 
 def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool:
@@ -290,7 +271,7 @@ class PrunedParameters:
         if (share := self._shares.get(name)) is not None:
             rows = share.to_rows(read().flatten().to(device))
             return lambda: share.expand_rows(rows, shape)
-        if not self.indices[self._names[name]].has_kernels:  # all of it is left
+        if isinstance(self.indices[self._names[name]], FullIndex):
             return lambda: read().view(shape)
         return lambda: self.expand(name, read().to(device), shape)
 

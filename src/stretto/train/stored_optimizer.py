@@ -123,7 +123,8 @@ class StoredOptimizer:
                 self.parameters, masks, self._reducer.sharded, self.options.index, self.dtype, self._grid
             )
         )
-        self.masks = masks  # now that they are known to fit
+        # Now that they are known to fit. Only checkpoints need them besides the indices.
+        self.masks = None if masks is None else masks.cpu()
         stored = [
             StoredParameter(
                 name,

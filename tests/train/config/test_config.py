@@ -185,7 +185,6 @@ def test_sequences_that_context_cannot_cut_are_refused_with_those_that_it_can() 
         ("train.trace=true", "train.cuda_graph and train.trace are both on"),
         ("model.dropout=0.1", "train.cuda_graph is on and model.dropout is 0.1"),
         ("train.recompute=full", "train.cuda_graph and train.recompute are both on"),
-        ("train.optimizer=muon", "train.optimizer is 'muon', whose exchange a graph does not hold"),
         (
             "grid.expert=2",
             "train.cuda_graph is on and grid.expert is 2, but a graph cannot wait for the number of rows",

@@ -5,7 +5,7 @@
     BitmapIndex     a bit a number, and an int32 prefix sum for every 1,024: 0.129 bytes a dense number
     PositionIndex   the paper's (section 4.1.2): int32 positions in a one-dimensional view, 4 bytes each
 
-Dense tensors are flat and contiguous. On GPUs kernels compress and expand, on CPUs torch does.
+Dense tensors are flat and contiguous. On GPUs kernels compress and expand by bitmaps; all else torch does.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from stretto.optim.sparse.masks import unpack
 if TYPE_CHECKING:
     from stretto.optim.sparse import kernels
 
-_BLOCK = 1024  # that of the kernels, which need Triton
+_BLOCK = 1024  # of the kernels, which need Triton
 MAX_POSITIONS = 1 << 31
 
 
@@ -33,7 +33,6 @@ class SparseIndex(ABC):
     size: int
     count: int
     num_bytes = 0
-    has_kernels = True
 
     def compress(
         self, dense: Tensor, out: Tensor, *, first: int = 0, last: int | None = None, adds: bool = False
@@ -43,13 +42,8 @@ class SparseIndex(ABC):
         Sums of 16-bit numbers are made in fp32 and rounded, as torch's are.
         """
         last = self.count if last is None else last
-        if first == last:
-            return out
-        if dense.is_cuda and self.has_kernels:
-            self._launch_compress(dense, out, first, last, adds)
-        else:
-            values = dense[self._places(first, last)]
-            out.copy_(out + values if adds else values)
+        if first < last:
+            self._compress(dense, out, first, last, adds)
         return out
 
     def expand(
@@ -67,16 +61,8 @@ class SparseIndex(ABC):
         skip, failed: int32 [1], or None; while one is not 0, nothing is written.
         """
         last = self.count if last is None else last
-        if first == last:
-            return dense
-        if dense.is_cuda and self.has_kernels:
-            self._launch_expand(left, dense, first, last, skip, failed)
-            return dense
-        places = self._places(first, last)
-        for flag in (skip, failed):
-            if flag is not None:  # on a GPU the host does not wait for it
-                left = torch.where(flag == 0, left, dense[places])
-        dense[places] = left.to(dense.dtype)
+        if first < last:
+            self._expand(left, dense, first, last, [flag for flag in (skip, failed) if flag is not None])
         return dense
 
     def fill(self, left: Tensor, dense: Tensor) -> Tensor:
@@ -87,19 +73,19 @@ class SparseIndex(ABC):
     def _places(self, first: int, last: int) -> "slice | Tensor":
         """Where they are, for torch."""
 
-    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        raise NotImplementedError
+    def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        values = dense[self._places(first, last)]
+        out.copy_(out + values if adds else values)
 
-    def _launch_expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
-    ) -> None:
-        raise NotImplementedError
+    def _expand(self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor]) -> None:
+        places = self._places(first, last)
+        for flag in flags:  # on a GPU the host does not wait for it
+            left = torch.where(flag == 0, left, dense[places])
+        dense[places] = left.to(dense.dtype)
 
 
 class FullIndex(SparseIndex):
     """Of a tensor that is not pruned: all of its numbers are left."""
-
-    has_kernels = False
 
     def __init__(self, size: int) -> None:
         self.size = self.count = size
@@ -109,13 +95,13 @@ class FullIndex(SparseIndex):
 
 
 class BitmapIndex(SparseIndex):
-    """A bit a number: uint8, the lowest bit first. prefix: how many are left before each block of `block` numbers."""
+    """A bit a number: uint8, the lowest bit first; and how many are left before each block of 1,024 numbers."""
 
-    def __init__(self, bits: Tensor, size: int, *, block: int = _BLOCK) -> None:
-        self.size, self.block = size, block
-        missing = -(-size // block) * block // 8 - bits.numel()
+    def __init__(self, bits: Tensor, size: int) -> None:
+        self.size = size
+        missing = -(-size // _BLOCK) * _BLOCK // 8 - bits.numel()
         self.bits = torch.cat((bits, bits.new_zeros(missing))) if missing else bits
-        blocks = _count_bits(self.bits).view(-1, block // 8).sum(1, dtype=torch.int64)
+        blocks = _count_bits(self.bits).view(-1, _BLOCK // 8).sum(1, dtype=torch.int64)
         ends = blocks.cumsum(0)
         self.count = int(ends[-1]) if len(ends) else 0
         wide = torch.int64 if size >= MAX_POSITIONS else torch.int32
@@ -127,34 +113,48 @@ class BitmapIndex(SparseIndex):
         # The kernel writes the zeros, too.
         return self.expand(left, dense) if dense.is_cuda and self.count else super().fill(left, dense)
 
-    def part(self, first: int, last: int) -> "kernels.LeftRange":
-        """The kernels' argument for some of the numbers that are left. The host waits for the device at the first call
-        with these."""
-        from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
+    def ranges(self, first: int, last: int) -> "list[kernels.LeftRange]":
+        """The kernels' arguments for some of the numbers that are left: one launch for all, and else one each for the
+        blocks at both ends, which others share, and for those between. The host waits for the device at the first call
+        with these numbers."""
+        from stretto.optim.sparse.kernels import LeftRange  # imported here, since Triton comes with GPUs
 
         if (first, last) == (0, self.count):
-            return kernels.LeftRange(first, last, 0, len(self.prefix), False, self.block)
+            return [LeftRange(first, last, 0, len(self.prefix), False)]
         if (first, last) not in self._parts:
             asked = torch.tensor([first, last - 1], dtype=self.prefix.dtype, device=self.prefix.device)
             begin, end = (torch.searchsorted(self.prefix, asked, right=True) - 1).tolist()
-            self._parts[first, last] = begin, end - begin + 1
-        return kernels.LeftRange(first, last, *self._parts[first, last], True, self.block)
+            self._parts[first, last] = begin, end
+        begin, end = self._parts[first, last]
+        found = [LeftRange(first, last, begin, 1, True)]
+        if end > begin + 1:
+            found.append(LeftRange(first, last, begin + 1, end - begin - 1, False))
+        return [*found, LeftRange(first, last, end, 1, True)] if end > begin else found
+
+    def launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool, **shape: int) -> None:
+        """`compress` on a GPU. shape: `warps` and `turns` of the kernel."""
+        from stretto.optim.sparse import kernels
+
+        for part in self.ranges(first, last):
+            kernels.launch_compress(dense, self.bits, self.prefix, out, part, adds=adds, **shape)
+
+    def launch_expand(
+        self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor], **shape: int
+    ) -> None:
+        """`expand` on a GPU, unless one of at most two flags is not 0; and zeros where nothing is left."""
+        from stretto.optim.sparse import kernels
+
+        for part in self.ranges(first, last):
+            kernels.launch_expand(left, self.bits, self.prefix, dense, part, flags, **shape)
 
     def _places(self, first: int, last: int) -> Tensor:
         return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]
 
-    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        from stretto.optim.sparse import kernels
+    def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
+        (self.launch_compress if dense.is_cuda else super()._compress)(dense, out, first, last, adds)
 
-        kernels.launch_compress(dense, self.bits, self.prefix, out, self.part(first, last), adds=adds)
-
-    def _launch_expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
-    ) -> None:
-        from stretto.optim.sparse import kernels
-
-        part = self.part(first, last)
-        kernels.launch_expand(left, self.bits, self.prefix, dense, part, skip=skip, failed=failed)
+    def _expand(self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor]) -> None:
+        (self.launch_expand if dense.is_cuda else super()._expand)(left, dense, first, last, flags)
 
 
 class PositionIndex(SparseIndex):
@@ -169,18 +169,6 @@ class PositionIndex(SparseIndex):
 
     def _places(self, first: int, last: int) -> Tensor:
         return self.positions[first:last]
-
-    def _launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        from stretto.optim.sparse import kernels
-
-        kernels.launch_compress_positions(dense, self.positions[first:last], out, adds=adds)
-
-    def _launch_expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, skip: Tensor | None, failed: Tensor | None
-    ) -> None:
-        from stretto.optim.sparse import kernels
-
-        kernels.launch_expand_positions(left, self.positions[first:last], dense, skip=skip, failed=failed)
 
 
 def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> SparseIndex:

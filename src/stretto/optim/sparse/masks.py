@@ -7,7 +7,7 @@ while a dense model trains: once the last few, drawn at intervals, differ in les
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -45,6 +45,11 @@ class Masks:
     masks: Mapping[str, WeightMask]
     sparsity: float
 
+    def cpu(self) -> "Masks":
+        """The same masks, in host memory."""
+        found = {name: WeightMask(mask.bits.cpu(), mask.shape) for name, mask in self.masks.items()}
+        return Masks(found, self.sparsity)
+
 
 def count_left(size: int, sparsity: float) -> int:
     """How many of `size` numbers a sparsity leaves, rounded to the nearest."""
@@ -52,17 +57,32 @@ def count_left(size: int, sparsity: float) -> int:
 
 
 def select_largest(weight: Tensor, count: int) -> Tensor:
-    """True for the `count` numbers of largest magnitude of a tensor; of equal ones for the first. bool."""
-    magnitudes = weight.detach().abs().flatten()
-    if count == 0:
-        return torch.zeros_like(weight, dtype=torch.bool)
-    threshold = magnitudes.kthvalue(len(magnitudes) - count + 1).values
-    return select_above(weight, float(threshold), count - int((magnitudes > threshold).sum()))
+    """True for the `count` numbers of largest magnitude of a tensor, as fp32; of equal ones for the first. bool."""
+    bits = magnitude_bits(weight)
+    return select_above(weight, *find_threshold(lambda at_least: int((bits >= at_least).sum()), count))
+
+
+def magnitude_bits(weight: Tensor) -> Tensor:
+    """The bits of magnitudes in fp32, flat: int32, ordered as they are."""
+    return weight.detach().float().abs().flatten().view(torch.int32)
+
+
+def find_threshold(count: Callable[[int], int], left: int) -> tuple[float, int]:
+    """The smallest magnitude of the `left` largest, and how many of those that equal it are among them.
+
+    count: how many have at least so large `magnitude_bits`, which are bisected: a few passes over all numbers, where a
+    GPU selects the k-th of them by one multiprocessor.
+    """
+    low, high = 0, 0x7F800001  # as many as are left reach `low`, fewer reach `high`
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) >= left else (low, middle)
+    return float(torch.tensor(low, dtype=torch.int32).view(torch.float32)), left - count(low + 1)
 
 
 def select_above(weight: Tensor, threshold: float, ties: int) -> Tensor:
-    """True for the numbers of larger magnitude than `threshold`, and the first `ties` of those of this one. bool."""
-    magnitudes = weight.detach().abs().flatten()
+    """True for the numbers of larger magnitude than `threshold`, and the first `ties` of those that equal it. bool."""
+    magnitudes = weight.detach().float().abs().flatten()
     equal = magnitudes == threshold
     return ((magnitudes > threshold) | (equal & (equal.cumsum(0) <= ties))).view(weight.shape)
 

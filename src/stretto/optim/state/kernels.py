@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW on mixed precision in one kernel (16-bit weight and gradient, fp32 moments and master weight); rounding."""
+"""AdamW on mixed precision in one kernel (16-bit weight and gradient, fp32 moments and master weight); rounding.
+
+Each operation of an update rounds separately. Of a * b + c * d, the compiler makes one fma with either product, by a
+number's place in its thread's vector: a weight's last bit would depend on where its range begins.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -127,6 +131,7 @@ def launch(
         Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
         IS_SPLIT=master is not None and master.element_size() == 2,
         BLOCK=BLOCK,
+        enable_fp_fusion=False,
     )
 
 
@@ -176,6 +181,7 @@ def launch_sgd(
         *options,
         IS_SPLIT=master is not None and master.element_size() == 2,
         BLOCK=BLOCK,
+        enable_fp_fusion=False,
     )
 
 

@@ -39,6 +39,20 @@ class GradientSink(Protocol):
         """The last backward pass of the step has ended."""
 
 
+class GradientListener(Protocol):
+    """Learns when gradients of a step are final. The reducer calls it on autograd's thread, but for `begin_forward`."""
+
+    def final(self, parameter: nn.Parameter) -> None:
+        """`.grad` has all that is expected of this step. Called again if more has come. Of parameters whose gradient
+        ranks reduce; others are final at the end. Called in one order on all ranks."""
+
+    def finish(self) -> None:
+        """The last backward pass of the step has ended: all gradients are final."""
+
+    def begin_forward(self) -> None:
+        """A forward pass of the model begins. A backward pass that has not finished has raised."""
+
+
 class GradientBucket:
     """Gradients that one message sums, or averages, over the same ranks.
 
@@ -82,6 +96,11 @@ class GradientBucket:
             self._flat *= 1 / math.prod(group.size() for group in self.groups)
         self._gradients = []
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those whose gradients are packed."""
+        return [parameter for parameter, _ in self._shapes]
+
     def start(self) -> None:
         """Begin to sum the flat tensor over the first group."""
         assert self._flat is not None
@@ -97,7 +116,7 @@ class GradientBucket:
         flat = self._pending.wait()
         for group in self.groups[1:]:
             start_all_reduce(flat, group, self._op, self._levels).wait()
-        parameters = [parameter for parameter, _ in self._shapes]
+        parameters = self.parameters
         if not (flat.is_cuda and torch.cuda.is_current_stream_capturing()):
             absent.difference_update(parameters)
             if self._missing:
@@ -195,6 +214,7 @@ class BucketedSums:
         self._overlaps = overlaps
         self._order: list[nn.Parameter] | None = None  # in which gradients came in the first pass, on the first rank
         self._plans: dict[tuple[int, ...], BucketPlan] = {}  # by what is frozen
+        self.at_final: Callable[[nn.Parameter], None] = lambda parameter: None
         self._absent: set[nn.Parameter] = set()  # no rank had a gradient of them in the last pass
 
     @property
@@ -247,7 +267,12 @@ class BucketedSums:
             for bucket in current.closed:
                 bucket.start()
         while current.closed:  # each bucket is freed before the next one's gradients are made
-            yield from current.closed.popleft().add_to_grad(self._absent)
+            bucket = current.closed.popleft()
+            parameters = bucket.parameters
+            yield from bucket.add_to_grad(self._absent)
+            del bucket
+            for parameter in parameters:
+                self.at_final(parameter)
 
     def _plan_of(self, current: BucketsOfPass) -> BucketPlan:
         """The buckets of this pass: the gradients of all trained parameters, which all ranks reduce."""

@@ -53,6 +53,7 @@ from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
     BucketedSums,
+    GradientListener,
     GradientSink,
     StartedScatter,
     accumulate,
@@ -86,7 +87,8 @@ class GradientReducer:
 
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
     one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
-    takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`). While `deferred` is a list,
+    takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
+    in `.grad` are final. While `deferred` is a list,
     linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
     `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
@@ -115,6 +117,7 @@ class GradientReducer:
         self.at_end = at_end
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
+        self.listener: GradientListener | None = None
         self.loss_covers_own_rows = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
@@ -138,6 +141,7 @@ class GradientReducer:
         how = {"averages": averages, "overlaps": overlap.data}
         self._sums = BucketedSums(self._groups, stage, grid.device, precision, levels, **how)
         self._reductions = self._sums.ranks
+        self._sums.at_final = self._note_final
         self._given: set[int] = set()  # to the sink, in this step
 
     def watch(
@@ -418,11 +422,18 @@ class GradientReducer:
             self._give(current, self.sink, parameter, mine)
         elif not self._groups[parameter]:
             accumulate(parameter, mine)
+            count = current.counts[parameter] = current.counts.get(parameter, 0) + 1
+            if self.is_syncing and count >= self._expected.get(parameter, count + 1):
+                self._note_final(parameter)
         elif not self.is_syncing:
             self._note_unsummed(parameter)
             accumulate(parameter, mine)
         else:
             self._arrive(current, parameter, mine)
+
+    def _note_final(self, parameter: nn.Parameter) -> None:
+        if self.listener is not None:
+            self.listener.final(parameter)
 
     def _arrive(self, current: BackwardPass, parameter: nn.Parameter, mine: Tensor) -> None:
         """Keep one part of a gradient; with the last part, put the gradient into its bucket.
@@ -483,6 +494,8 @@ class GradientReducer:
             parameter.grad = gradient
         if current.held:
             raise RuntimeError(REFUSED_GRAD)
+        if self.is_syncing and current is outermost and self.listener is not None:
+            self.listener.finish()
         if self.is_syncing and current is outermost:
             self._users_hooks.call(self._reductions.place)
 

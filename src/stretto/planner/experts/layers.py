@@ -92,6 +92,11 @@ class MoeLayer(BlockLayer):
     def linears(self) -> tuple[Linear, ...]:
         return self.shared.linears() if self.shared else ()
 
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        shape, hidden = self.shape, self.hidden
+        of_experts = (shape.experts * shape.ups, shape.ffn, hidden), (shape.experts, hidden, shape.ffn)
+        return (*super().matrices(), (1, shape.experts, hidden), *of_experts)
+
     def expert_tensors(self) -> tuple[int, ...]:
         """Numbers in each of the parameters that `expert`, x, y and expert_z divide: gate and up in one, and down."""
         shape = self.shape

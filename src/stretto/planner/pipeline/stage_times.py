@@ -15,7 +15,7 @@ from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.collective_times import message_latency
 from stretto.planner.communication import Rates, leaves_node, message_numbers, message_rate
-from stretto.planner.compute import Device
+from stretto.planner.compute import Device, muon_seconds
 from stretto.planner.cost import PartTotals, total_block, total_end
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import exposed_sums, number_bytes, optimizer_seconds, steps_in_chunks
@@ -206,6 +206,7 @@ def edges_of_rank(
     grid = workload.model.splitting_sizes(config.grid)
     parameters = local_parameters(own.model, grid)
     optimizer = optimizer_seconds(workload, config.state, cluster, parameters, device.traffic)
+    optimizer += muon_seconds(own, config.grid, device)
     blocks, overlap, count = sum(stages.blocks), config.options.overlap, config.micro_batches(workload)
     ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
     sums, data = blocks, times.data

@@ -100,11 +100,6 @@ def contradictions(config: "TrainConfig") -> list[str]:
             f"train.cuda_graph is on and model.dropout is {config.model.dropout}, but a graph would draw the same "
             "masks in every step; train.cuda_graph=false or model.dropout=0 would do"
         )
-    if run.cuda_graph and run.optimizer == "muon":
-        problems.append(
-            "train.cuda_graph is on and train.optimizer is 'muon', whose exchange a graph does not hold; "
-            "train.cuda_graph=false or train.optimizer='adamw' would do"
-        )
     for name in ("path", "evaluation_path"):
         if getattr(config.data, name) == []:
             problems.append(f"data.{name} is [], but must name at least one file or folder")
