@@ -74,10 +74,15 @@ def train_runs(setting: CurvesSetting) -> Iterator[Measured]:
 
 def configure(model: str, name: str, setting: CurvesSetting, out: Path) -> TrainConfig:
     """The configuration of a run."""
-    example, *options = f"{EXAMPLES[model]} {ALL} {RUNS[model][name]}".split()
-    options += [f"out={out}", *(f"train.{each}={setting.steps}" for each in ("steps", "evaluate_every"))]
-    options += [f"train.warmup_steps={setting.steps // 8}", "data.evaluation_sequences=128"]
-    return load_example(example, options)
+    return make_run(f"{EXAMPLES[model]} {ALL} {RUNS[model][name]}", setting.steps, out)
+
+
+def make_run(example: str, steps: int, out: Path) -> TrainConfig:
+    """The configuration of a run of so many steps, evaluated at its end. example: a name, and options."""
+    name, *options = example.split()
+    options += [f"out={out}", *(f"train.{each}={steps}" for each in ("steps", "evaluate_every"))]
+    options += [f"train.warmup_steps={steps // 8}", "data.evaluation_sequences=128"]
+    return load_example(name, options)
 
 
 def load_example(name: str, options: list[str]) -> TrainConfig:

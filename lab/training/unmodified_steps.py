@@ -205,12 +205,7 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
         enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
-    if recipe := way.options.get("fp8"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        inner = tuple(f"{block}." for block in blocks[1:-1])
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.startswith(inner))
+    prepare = _convert_to_fp8(model, blocks, way, mesh["dp"].size()) if "fp8" in way.options else None
     _compile(model, blocks, way)
     if way.precision == "fsdp2":
         _shard_fully(model, blocks, workload, mesh["dp"], way, exchanged)
@@ -250,9 +245,27 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
             norm = nn.utils.clip_grad_norm_(parameters, MAX_NORM, foreach=True)
         optimizer.step()
         optimizer.zero_grad()
+        if prepare is not None:
+            prepare(model)
         return Stepped(total, norm)
 
     return step
+
+
+def _convert_to_fp8(model: nn.Module, blocks: list[str], way: Way, ranks: int) -> Callable[[nn.Module], None] | None:
+    """Convert all blocks but the first and the last by torchao, as torchtitan does; returns what is to follow a step.
+
+    Tensorwise, weights are gathered in fp8, by scales that one all-reduce makes after the optimizer's step.
+    """
+    try:
+        from torchao import float8
+    except ImportError as error:  # the other runs are measured
+        raise ValueError(f"torchao cannot be imported: {error}") from error
+    recipe, inner = way.options["fp8"], tuple(f"{block}." for block in blocks[1:-1])
+    gathers = recipe == "tensorwise" and way.precision == "fsdp2" and ranks > 1
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathers)
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name.startswith(inner))
+    return float8.precompute_float8_dynamic_scale_for_fsdp if gathers else None
 
 
 def _compile(model: Any, blocks: list[str], way: Way) -> None:

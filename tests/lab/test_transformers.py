@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import sys
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -31,15 +32,23 @@ def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     names = ("FSDP2, eager", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")
     ways = list_ways(2, has_experts=False)
     chosen = {name: replace(ways[name], compiles="") for name in (*names, "Stretto z=2 by blocks")}
+    without = {"FSDP2, torchao's fp8 rowwise": replace(ways["FSDP2, torchao's fp8 rowwise, compiled"], compiles="")}
     keep = partial(_keep, tmp_path, "kept", {}, {"Stretto z=2": {"predicted_milliseconds": 1.0}})
-    rows = ranks(2).run(measure_model, _make_workload(model, setting), chosen, 2, False, keep)[0]
+    arguments = _make_workload(model, setting), chosen | without, 2, False, keep
+    *rows, missing = ranks(2).run(measure_without_torchao, *arguments)[0]
+    assert "torchao cannot be imported" in missing["error"]
     assert [row.get("error") for row in rows] == [None] * len(chosen)
     for row in rows[1:]:
         for number in ("loss", "gradient_norm", "last_loss"):
             assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
     kept = json.loads((tmp_path / "kept.json").read_text())["rows"]
-    assert [row["name"] for row in kept] == list(chosen)
-    assert [row.get("predicted_milliseconds") for row in kept[-2:]] == [1.0, None]
+    assert [row["name"] for row in kept] == [*chosen, *without]
+    assert [row.get("predicted_milliseconds") for row in kept[-3:]] == [1.0, None, None]
+
+
+def measure_without_torchao(*arguments):
+    with mock.patch.dict(sys.modules, {"torchao": None}):
+        return measure_model(*arguments)
 
 
 @pytest.mark.long

@@ -9,7 +9,17 @@ import pytest
 import torch
 
 from stretto.ops import fp8_casts
-from stretto.ops.fp8_casts import E4M3, E5M2, ScaledMatrix, cast_scaled, find_largest, find_scale, multiply
+from stretto.ops.fp8_casts import (
+    E4M3,
+    E5M2,
+    ScaledMatrix,
+    cast_groups,
+    cast_scaled,
+    find_largest,
+    find_scale,
+    multiply,
+    place_groups,
+)
 
 DIMS = ((-2, -1), (-1,), (-2,))
 
@@ -42,8 +52,51 @@ def compare_kernels() -> list[str]:
     return wrong
 
 
+def compare_scales() -> list[str]:
+    """Where scales by the kernel have other bits: of any magnitudes, and of those that are none."""
+    largest = torch.cat([torch.logspace(-44, 38, 3000), torch.tensor([0.0, 448.0, 449.0, torch.inf, torch.nan])])
+    wrong = []
+    for dtype in (E4M3, E5M2):
+        for is_power in (False, True):
+            expected = find_scale(largest, dtype, is_power_of_two=is_power)
+            with mock.patch.object(fp8_casts, "_suits_kernel", return_value=True):
+                found = find_scale(largest, dtype, is_power_of_two=is_power)
+            differs = found.view(torch.int32) != expected.view(torch.int32)
+            wrong += [f"{dtype} {is_power} {value}" for value in largest[differs & ~expected.isnan()].tolist()]
+            wrong += [f"{dtype} {is_power}: NaN is lost"] * (not torch.equal(found.isnan(), expected.isnan()))
+    return wrong
+
+
+def compare_groups() -> list[str]:
+    """Where groups of rows, some of them empty, are cast otherwise than each by itself; rows of padding are not."""
+    torch.manual_seed(0)
+    wrong = []
+    for counts, n in (((70, 0, 64, 1, 130), 144), ((0,), 16), ((5, 0), 32), ((0, 200, 3), 16)):
+        offsets = torch.tensor([0, *counts]).cumsum(0).int()
+        x = torch.randn(sum(counts) + 7, n).bfloat16()
+        places = place_groups(offsets)
+        data, scale = cast_groups(x, offsets, places)
+        scales, where = scale.view(len(counts), n), places.tolist()
+        for group, count in enumerate(counts):
+            own = x[offsets[group] : offsets[group + 1]]
+            found = data[:, where[group] : where[group + 1]].float()
+            size = max(-(-count // 64), 1) * 64
+            if found.shape != (n, size) or found[:, count:].any():
+                wrong.append(f"{counts} {n} {group}: {found.shape}")
+            if count:
+                expected = find_scale(find_largest(own, (-2,)), E4M3, is_power_of_two=True)
+                _, columns = cast_scaled(own, None, expected, E4M3)
+                same = torch.equal(scales[group], expected[0]) and torch.equal(
+                    found[:, :count], columns[:, :count].float()
+                )
+                wrong += [f"{counts} {n} {group}"] * (not same)
+    return wrong
+
+
 def test_kernels_have_the_bits_of_torchs_operators(interpret: Callable[..., list[Any]]) -> None:
     assert interpret(1, compare_kernels) == [[]]
+    assert interpret(1, compare_groups) == [[]]
+    assert interpret(1, compare_scales) == [[]]
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from stretto import ops
 from stretto.ops import choices
-from stretto.ops.scaled import all_gather_scaled_matmul_gathered
+from stretto.ops.scaled import align_scales, all_gather_scaled_matmul_gathered
 
 GATHERS = ["copies", "pushes", "pulls", "unshifted", "wide, pushes", "auto", "library"]
 
@@ -367,3 +367,13 @@ def test_tensors_without_rows_or_of_integers_or_fp8_are_not_quantized():
         with pytest.raises(ValueError, match="quantize_rows takes"):
             ops.quantize_rows(x)
     assert ops.quantize_rows(torch.zeros(3, 0))[0].shape == (3, 0)
+
+
+def test_scales_for_a_library_begin_at_a_multiple_of_16_bytes() -> None:
+    scales = torch.arange(1.0, 9.0)
+    for given in (scales, scales[1:2], scales[3:], scales[1:2].expand(5), scales[::2]):
+        found = align_scales(given)
+        assert torch.equal(found, given)
+        assert found.is_contiguous()
+        assert not found.data_ptr() % 16
+    assert align_scales(scales[4:]).data_ptr() == scales[4:].data_ptr(), "those that are aligned are not copied"

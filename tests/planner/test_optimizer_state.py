@@ -23,7 +23,7 @@ from stretto.optim import RowParts, hidden_matrices
 from stretto.parallel import Grid, parallelize
 from stretto.planner import GridPlan, predict, read_architecture
 from stretto.planner.compute import COPY_EFFICIENCY, ELEMENT_WISE_EFFICIENCY, MATMUL_EFFICIENCY
-from stretto.planner.optimizer_state import exposed_sums, max_parameters, state_on_host
+from stretto.planner.optimizer_state import exposed_sums, max_parameters, number_bytes, state_on_host
 from stretto.planner.workload import NumberTypes
 from stretto.train.optimizer import find_row_parts
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
@@ -540,3 +540,11 @@ def test_a_model_that_does_not_fit_when_training_begins_is_reported():
     assert plans[54].fits
     assert not plans[56].fits
     assert "when training begins" in plans[56].why
+
+
+@pytest.mark.parametrize("location", ["fp32", "device", "host"])
+def test_averages_take_four_bytes_a_parameter(location: str) -> None:
+    plain, averaged = (
+        number_bytes(NumberTypes(has_averages=has_averages), StateOptions(location)) for has_averages in (False, True)
+    )
+    assert averaged == plain._replace(moments=plain.moments + 4)

@@ -372,6 +372,14 @@ def curves(count: int) -> dict[str, Any]:
     return {"curves": dict.fromkeys(models, losses)}
 
 
+def precisions(count: int) -> dict[str, Any]:
+    losses = {
+        name: [2 + (3 + 0.01 * place) / (step + 1) for step in range(60)]
+        for place, name in enumerate(("bf16", "fp8, tensorwise", "fp8, rowwise"))
+    }
+    return {"curves": dict.fromkeys(("dense", "mixture of experts", "other", "another")[:count], losses)}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "faults.json": faults,
     "train.json": train,
@@ -397,6 +405,7 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-collectives.json": simulated_collectives,
     "simulated-msccl.json": simulated_msccl,
     "curves.json": curves,
+    "precision.json": precisions,
 }
 
 

@@ -2,6 +2,7 @@
 """Stress configurations of kernels of experts, loss and rotary positions, which each rank launches by itself."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from unittest import mock
 
 import torch
@@ -18,7 +19,10 @@ _COPIES = tuple(f"ops.moe.permutation.{name}" for name in ("sum_rows", "spread_r
 _LOSS = tuple(f"ops.cross_entropy.{name}" for name in ("reduce_rows", "differentiate_rows"))
 _ROTARY = tuple(f"ops.rotary.{name}" for name in ("split_heads", "join_heads", "turn_heads"))
 _NORM = tuple(f"ops.rms_norm.{name}" for name in ("normalize_rows", "differentiate_norm"))
-_CASTS = tuple(f"ops.fp8_casts.{name}" for name in ("measure_tiles", "cast_tiles"))
+_CASTS = tuple(
+    f"ops.fp8_casts.{name}"
+    for name in ("measure_tiles", "cast_tiles", "find_scales", "measure_groups", "cast_group_tiles")
+)
 _GATES = tuple(
     f"ops.moe.activation.{name}" for name in ("gate_by_silu", "differentiate_silu_gate", "differentiate_weighed_rows")
 )
@@ -330,7 +334,26 @@ class CastCase(StressCase):
         assert columns is not None
         turned = torch.nn.functional.pad(x.transpose(1, 2), (0, columns.shape[-1] - x.shape[1]))
         pairs = zip([*found, rows.float(), columns.float()], [*expected, x.float(), turned.float()], strict=True)
-        return [Check(one, other) for one, other in pairs]
+        return [*(Check(one, other) for one, other in pairs), *self._cast_groups(x[0], entry)]
+
+    def _cast_groups(self, x: Tensor, entry: int) -> list[Check]:
+        """Three groups of rows: some, none, and all others but the last."""
+        from stretto.ops import fp8_casts
+
+        ends = [0, 7 * entry + 3, 7 * entry + 3, len(x) - 1]
+        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
+        places = fp8_casts.place_groups(offsets)
+        with mock.patch.object(fp8_casts, "_suits_kernel", return_value=True):
+            data, scale = fp8_casts.cast_groups(x, offsets, places)
+        checks, begin = [], 0
+        for number, (first, last) in enumerate(pairwise(ends)):
+            own = x[first:last].float()
+            size = max(-(-len(own) // 64), 1) * 64
+            expected = torch.nn.functional.pad(own.t(), (0, size - len(own)))
+            columns = scale.view(3, -1)[number]
+            checks.append(Check(data[:, begin : begin + size].float() * columns[:, None], expected))
+            begin += size
+        return checks
 
 
 def list_configurations() -> list[Configuration]:

@@ -138,7 +138,7 @@ def sharded(make: Any, grid: dict[str, int], seed: int) -> tuple[nn.Module, Shar
     torch.manual_seed(seed)
     on_grid = Grid(**grid, device="cpu")
     model = parallelize(make(), on_grid)
-    return model, ShardOptimizer(model, lambda groups: AdamW(groups, lr=0.1), weight_decay=0.1), on_grid
+    return model, ShardOptimizer(model, lambda groups: AdamW(groups, lr=0.1), weight_decay=0.1, average=0.9), on_grid
 
 
 def save_trained(make: Any, grid: dict[str, int], out: Path) -> dict[str, Tensor]:

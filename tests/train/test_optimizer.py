@@ -2,17 +2,23 @@
 """The optimizer over this rank's shards."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.train import runs
 from torch import nn
 
 from stretto.execution import StateOptions
 from stretto.optim import adamw, adamw_kernel
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.low_precision_weights import cast
+from stretto.train.checkpoint import checkpoint_path, load_checkpoint
+from stretto.train.checkpoint.metadata import read_metadata
+from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 
@@ -177,3 +183,42 @@ def average_by_hand() -> None:
 
 def test_averages_follow_the_weights_and_take_their_place(ranks):
     ranks(2).run(average_by_hand)
+
+
+def average_integers(grid: dict[str, int], folder: Path, begin: int, end: int, resumed: str | None = None) -> None:
+    """Train a model of integers from step `begin` to `end`, and save it: sums over ranks are exact in any order."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).double()
+    for parameter in model.parameters():
+        parameter.data = torch.randint(-3, 4, parameter.shape, generator=generator).double()
+    on_grid = Grid(**grid, device="cpu")
+    model = parallelize(model, on_grid, roles={"0": "colwise", "1": "rowwise"})
+    make = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+    optimizer = ShardOptimizer(model, make, weight_decay=0.0, average=0.9)
+    if resumed is not None:
+        load_checkpoint(checkpoint_path(folder / resumed, begin), model, optimizer)
+    parts = on_grid.size("batch")
+    for step in range(begin, end):
+        rows = torch.randint(-2, 3, (8, 8), generator=generator.manual_seed(step)).double()
+        own = rows.chunk(parts)[on_grid.coordinate("batch")].chunk(on_grid.size("y"), 1)[on_grid.coordinate("y")]
+        (model(own).sum() * parts).backward()  # ranks' gradients are averaged
+        optimizer.step(2.0**-4)
+    runs.save(model, optimizer, folder / f"{grid}-{resumed}", end)
+
+
+def test_averages_go_on_in_bits_on_another_grid(ranks, tmp_path):
+    """Weights, momenta and averages of elementwise steps have the same bits on all grids, if gradients have."""
+    grids = [{"z": 4}, {"x": 2, "z": 2}, {"data": 2, "y": 2}]
+    ranks(1).run(average_integers, {}, tmp_path, 0, 5)
+    expected = bits_of(checkpoint_path(tmp_path / "{}-None", 5))
+    assert sum(name.endswith(".average") for name in expected) == 4
+    for first, then in zip(grids, grids[1:] + grids[:1], strict=True):
+        ranks(4).run(average_integers, first, tmp_path, 0, 3)
+        ranks(4).run(average_integers, then, tmp_path, 3, 5, f"{first}-None")
+        found = bits_of(checkpoint_path(tmp_path / f"{then}-{first}-None", 5))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), (first, then)
+
+
+def bits_of(path):
+    return {name: read_tensor(path, entry) for name, entry in read_metadata(path).tensors.items()}

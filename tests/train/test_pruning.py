@@ -148,14 +148,17 @@ PRUNED = [*OPTIONS, "train.sparsity=0.75"]
 
 @pytest.mark.exhaustive
 def test_a_killed_run_resumes_with_its_masks_on_another_grid_and_elsewhere(ranks: Any, tmp_path: Path) -> None:
-    """Two steps on z=2, two in a pipeline with state on the host, against four on one rank."""
-    ranks(1).run(run_all, str(tmp_path), {}, {"whole": PRUNED}, timeout=300)
-    ranks(2).run(run_all, str(tmp_path), {"z": 2}, {"parts": [*PRUNED, "train.steps=2"]}, timeout=300)
-    end = [*PRUNED, "train.optimizer_state=host", "train.resume=latest"]
+    """Two steps on z=2, two in a pipeline with state on the host, against four on one rank; averages, too."""
+    common = [*PRUNED, "train.ema=0.5", "train.evaluate_every=2", "data.evaluation_sequences=4"]
+    ranks(1).run(run_all, str(tmp_path), {}, {"whole": common}, timeout=300)
+    ranks(2).run(run_all, str(tmp_path), {"z": 2}, {"parts": [*common, "train.steps=2"]}, timeout=300)
+    end = [*common, "train.optimizer_state=host", "train.resume=latest"]
     ranks(2).run(run_all, str(tmp_path), {"pipe": 2}, {"parts": end}, timeout=300)
     whole = weights_of(tmp_path / "whole")
     found = differences(weights_of(tmp_path / "parts"), whole)
     assert max(found.values(), default=0) <= 2e-5, found  # without the moments it would be 1e-2
+    losses = [[line.get("evaluation_loss") for line in metrics_of(tmp_path / name)] for name in ("parts", "whole")]
+    assert losses[0][1::2] == pytest.approx(losses[1][1::2], rel=1e-5)
     for name, mask in whole.items():
         if name.startswith("mask."):
             assert int(mask.sum()) == mask.numel() // 4

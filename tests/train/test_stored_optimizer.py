@@ -201,23 +201,28 @@ MODES = {
 def test_runs_of_every_mode_resume_each_other_on_another_grid(
     ranks: Any, tmp_path: Path, grid: dict[str, int], first: str, second: str
 ) -> None:
-    """Two steps on a grid in one mode, two on data2 in another, against four steps on one rank."""
-    common = ["train.schedule=constant", "train.batch=16"]
+    """Two steps on a grid in one mode, two on data2 in another, against four steps on one rank; with averages."""
+    evaluated = ["train.evaluate_every=2", "data.evaluation_sequences=4"]
+    common = ["train.schedule=constant", "train.batch=16", "train.ema=0.5", *evaluated]
     begin, end = [*MODES[first], *common, "train.steps=2"], [*MODES[second], *common, "train.resume=latest"]
     ranks(1).run(run_all, str(tmp_path), {}, {"whole": [*MODES["fp32"], *common]}, timeout=300)
     ranks(prod(grid.values())).run(run_all, str(tmp_path), grid, {"parts": begin}, timeout=300)
     ranks(2).run(run_all, str(tmp_path), {"data": 2}, {"parts": end}, timeout=300)
     found = differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
     assert max(found.values(), default=0) <= 2e-5, found  # without the moments it would be 1e-2
+    whole, parts = ({line["step"]: line for line in metrics_of(tmp_path / name)} for name in ("whole", "parts"))
+    for step in (2, 4):  # of the averages, which the weights are far from
+        assert parts[step]["evaluation_loss"] == pytest.approx(whole[step]["evaluation_loss"], rel=1e-5)
 
 
 @pytest.mark.exhaustive
 def test_split_weights_resume_in_bits(ranks: Any, tmp_path: Path) -> None:
     """bf16 with split weights: what a checkpoint holds is joined, and split again."""
-    options = [*apart("host", state_bucket=512), "train.schedule=constant"]
+    common = ["train.schedule=constant", "train.ema=0.9"]
+    options = [*apart("host", state_bucket=512), *common]
     runs = {"whole": options, "parts": [*options, "train.steps=2"]}
     ranks(2).run(run_all, str(tmp_path), {"z": 2}, runs, timeout=300)
-    runs = {"parts": [*apart("device"), "train.schedule=constant", "train.resume=latest"]}
+    runs = {"parts": [*apart("device"), *common, "train.resume=latest"]}
     ranks(2).run(run_all, str(tmp_path), {"z": 2}, runs, timeout=300)
     assert not differences(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
 

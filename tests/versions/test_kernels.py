@@ -103,10 +103,13 @@ def launch_sparse(name: str) -> Launch:
 
 def launch_cast(name: str) -> Launch:
     half, fp8 = FLOATS.bfloat16(), FLOATS.to(torch.float8_e5m2)
-    if name == "measure_tiles":
-        arguments = (half, None, WORDS, 4096, 1024, 0, 3, 64, 128)
-    else:
-        arguments = (half, None, fp8, FLOATS, fp8, FLOATS, 4096, 1024, 4 * 2 + 16 * 3, 57344.0, 64, 128)
+    arguments: tuple[Any, ...] = {
+        "measure_tiles": (half, None, WORDS, 4096, 1024, 0, 3, 64, 128),
+        "cast_tiles": (half, None, fp8, FLOATS, fp8, FLOATS, 4096, 1024, 4 * 2 + 16 * 3, 57344.0, 64, 128),
+        "find_scales": (FLOATS, FLOATS, 4096, True, 1 / 448, 2.0**-126, 1024),
+        "measure_groups": (half, WORDS, WORDS, WORDS, 1024, 5, 8, 64, 128),
+        "cast_group_tiles": (half, WORDS, WORDS, FLOATS, fp8, 1024, 5, 4096, 57344.0, 8, 64, 128),
+    }[name]
     return Launch(getattr(fp8_casts, name), arguments, {})
 
 
@@ -276,8 +279,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
     "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
-    "ops.fp8_casts.cast_tiles": lambda: launch_cast("cast_tiles"),
-    "ops.fp8_casts.measure_tiles": lambda: launch_cast("measure_tiles"),
+    **{
+        f"ops.fp8_casts.{name}": lambda name=name: launch_cast(name)
+        for name in ("cast_tiles", "measure_tiles", "find_scales", "cast_group_tiles", "measure_groups")
+    },
     **{
         f"ops.moe.{module}.{name}": lambda launch=launch, name=name: launch(name)
         for module, launch, names in (

@@ -24,6 +24,7 @@ GRAIN = 16  # numbers: torch's fp8 products take multiples of it
 _MANTISSA = (1 << 23) - 1
 _GRAIN = tl.constexpr(GRAIN)
 _BLOCK_M, _BLOCK_N = 64, 128
+_BLOCK_SCALES = 1024
 
 
 class ScaledMatrix(NamedTuple):
@@ -39,6 +40,14 @@ def find_scale(largest: Tensor, dtype: torch.dtype, *, is_power_of_two: bool) ->
     is_power_of_two: rounded up to one. A number that is scaled anew by another power of two then keeps its bits, but
     where it falls below fp8's smallest (torchao's rowwise recipe rounds alike).
     """
+    if _suits_kernel(largest):  # in place of seven launches for each operand, which the host takes 50 us for
+        largest = largest.float().contiguous()
+        found, count = torch.empty_like(largest), largest.numel()
+        sizes = {"REST": 1 / torch.finfo(dtype).max, "TINY": torch.finfo(torch.float32).tiny, "BLOCK": _BLOCK_SCALES}
+        with torch.cuda.device_of(largest):
+            programs = triton.cdiv(count, _BLOCK_SCALES)
+            launch_cached(find_scales, programs, largest, found, count, IS_POWER=is_power_of_two, **sizes)
+        return found
     # Not divided: a GPU multiplies by a number's reciprocal, and all devices shall give the same bits.
     scale = (largest.float() * (1 / torch.finfo(dtype).max)).clamp(min=torch.finfo(torch.float32).tiny)
     if not is_power_of_two:
@@ -110,6 +119,34 @@ def cast_scaled(
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
     return first, second
+
+
+def place_groups(offsets: Tensor) -> Tensor:
+    """Where groups of rows begin that are made columns, each from a multiple of 64 on, and at least 64: [groups + 1].
+
+    offsets: int32 [groups + 1], of the rows. Sums over columns of fp8 are of multiples of 16, and so not empty either.
+    """
+    blocks = (offsets.diff() + (_BLOCK_M - 1)) // _BLOCK_M
+    return F.pad(blocks.clamp(min=1).cumsum(0) * _BLOCK_M, (1, 0)).int()
+
+
+def cast_groups(x: Tensor, offsets: Tensor, places: Tensor) -> ScaledMatrix:
+    """Rows x [m, n] transposed, in e4m3 [n, ...] from `places` on, by kernels; and a power of two for each group's own
+    n columns, [groups * n]. Zeros follow a group's rows, and anything those of the last."""
+    x, (m, n), groups = x.contiguous(), x.shape, offsets.shape[0] - 1
+    blocks = m // _BLOCK_M + groups  # at most
+    data = torch.empty(n, blocks * _BLOCK_M, dtype=E4M3, device=x.device)
+    bits = torch.zeros(groups * n, dtype=torch.int32, device=x.device)
+    sizes = {"GROUPS": triton.next_power_of_2(groups), "BLOCK_M": _BLOCK_M, "BLOCK_N": _BLOCK_N}
+    programs = blocks * triton.cdiv(n, _BLOCK_N)
+    with torch.cuda.device_of(x):
+        launch_cached(measure_groups, programs, x, offsets, places, bits, n, groups, **sizes)
+        scale = find_scale(bits.view(torch.float32), E4M3, is_power_of_two=True)
+        launch_cached(
+            cast_group_tiles, programs, x, offsets, places, scale, data, n, groups, data.shape[1],
+            LARGEST=torch.finfo(E4M3).max, **sizes,
+        )  # fmt: skip
+    return ScaledMatrix(data, scale)
 
 
 def multiply(
@@ -199,6 +236,22 @@ def measure_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def find_scales(  # type: ignore[no-untyped-def]
+    largest, scale, count, IS_POWER: tl.constexpr, REST: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr
+):
+    """scale [count] of these largest magnitudes, as `find_scale` has it. Synchronization: none: numbers are a program's
+    own."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(largest + at, mask=at < count, other=1.0) * REST
+    value = tl.where(value < TINY, TINY, value)  # NaN stays NaN
+    if IS_POWER:
+        bits = value.to(tl.int32, bitcast=True)
+        up = (bits + 0x7FFFFF) & -0x800000
+        value = tl.where((bits & 0x7F800000) == 0x7F800000, bits, up).to(tl.float32, bitcast=True)
+    tl.store(scale + at, value, mask=at < count)
+
+
+@triton.jit
 def cast_tiles(  # type: ignore[no-untyped-def]
     x, scale, by_rows, row_factors, by_columns, column_factors, m, n,
     KINDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -221,6 +274,55 @@ def cast_tiles(  # type: ignore[no-untyped-def]
         found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_columns.dtype.element_ty)
         at = (batch * n + tl.trans(column)) * padded + tl.trans(row)
         tl.store(by_columns + at, tl.trans(found), mask=(tl.trans(row) < padded) & (tl.trans(column) < n))
+
+
+@triton.jit
+def _load_group_tile(  # type: ignore[no-untyped-def]
+    x, offsets, places, n, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """This program's tile of x [m, n], in fp32: of one group's rows alone, or of none from the last place on; its
+    group, its first row's place, and its columns."""
+    tiles = tl.cdiv(n, BLOCK_N)
+    first = tl.program_id(0) // tiles * BLOCK_M
+    column = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    index = tl.arange(0, GROUPS)
+    ends = tl.load(places + 1 + index, mask=index < groups, other=2147483647)
+    group = tl.sum((ends <= first).to(tl.int32), 0)
+    is_there = group < groups
+    begin = tl.load(offsets + group, mask=is_there, other=0)
+    end = tl.load(offsets + group + 1, mask=is_there, other=0)
+    row = begin + first - tl.load(places + group, mask=is_there, other=0) + tl.arange(0, BLOCK_M)[:, None]
+    value = tl.load(x + row.to(tl.int64) * n + column, mask=(row < end) & (column < n), other=0.0).to(tl.float32)
+    return value, group, first, column
+
+
+@triton.jit
+def measure_groups(  # type: ignore[no-untyped-def]
+    x, offsets, places, largest, n, groups, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """largest [groups, n] = the largest magnitudes of each group's columns of x, as integers (`measure_tiles`).
+
+    Synchronization: programs update `largest`, zeros before, by atomic maxima, of which the order does not matter.
+    """
+    value, group, _, column = _load_group_tile(x, offsets, places, n, groups, GROUPS, BLOCK_M, BLOCK_N)
+    bits = tl.max(tl.abs(value).to(tl.int32, bitcast=True), 0)[None, :]
+    at = group.to(tl.int64) * n + column
+    tl.atomic_max(largest + at, bits, mask=(column < n) & (group < groups), sem="relaxed")
+
+
+@triton.jit
+def cast_group_tiles(  # type: ignore[no-untyped-def]
+    x, offsets, places, factors, out, n, groups, room,
+    LARGEST: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out [n, room] = (x / factors [groups, n]).T, each group's rows from its place on. Synchronization: none: programs
+    own their tiles."""
+    value, group, first, column = _load_group_tile(x, offsets, places, n, groups, GROUPS, BLOCK_M, BLOCK_N)
+    is_there = (column < n) & (group < groups)
+    factor = tl.load(factors + group.to(tl.int64) * n + column, mask=is_there, other=1.0)
+    found = _saturate_tile(value * tl.div_rn(1.0, factor), LARGEST).to(out.dtype.element_ty)
+    at = tl.trans(column).to(tl.int64) * room + first + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(out + at, tl.trans(found), mask=tl.trans(is_there))
 
 
 @triton.jit

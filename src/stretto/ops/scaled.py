@@ -339,13 +339,13 @@ def multiply_scaled(
     """
     rows, columns = scales
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    is_aligned = _are_aligned(weight.shape[0], tensors)
-    is_tensorwise = rows.stride(0) == 0 and columns.stride(0) == 0
+    is_aligned = _are_aligned(weight.shape, tensors)
+    is_tensorwise = all(len(factors) == 1 or factors.stride(0) == 0 for factors in scales)
     if is_aligned and x.is_cuda and dtype in (torch.bfloat16, torch.float32) and _has_fp8(x.device):
         if is_tensorwise:
-            kind, rows, columns = ScalingType.TensorWise, rows[:1], columns[:1]
+            kind, rows, columns = ScalingType.TensorWise, align_scales(rows[:1]), align_scales(columns[:1])
         else:
-            kind, rows, columns = ScalingType.RowWise, _align(rows)[:, None], _align(columns)[None, :]
+            kind, rows, columns = ScalingType.RowWise, align_scales(rows)[:, None], align_scales(columns)[None, :]
         out_dtype = dtype if is_tensorwise and bias is None else torch.bfloat16  # all that the kernels of rows write
         if torch.compiler.is_compiling():  # Inductor has a lowering of this one alone
             rows, columns = (rows.reshape(()), columns.reshape(())) if is_tensorwise else (rows, columns)
@@ -360,20 +360,25 @@ def multiply_scaled(
     return _add(product, bias).to(dtype)
 
 
-def _are_aligned(columns: int, tensors: Sequence[Tensor]) -> bool:
-    """True if torch's products take an output of so many columns, and these tensors."""
+def _are_aligned(sizes: Sequence[int], tensors: Sequence[Tensor]) -> bool:
+    """True if torch's products take a weight of these sizes, and these tensors."""
     if torch.compiler.is_compiling():  # which has no addresses, and aligns what it allocates
-        return columns % _GRAIN == 0
-    return not any(size % _GRAIN for size in (columns, *(one.data_ptr() for one in tensors)))
+        return not any(size % _GRAIN for size in sizes)
+    return not any(size % _GRAIN for size in (*sizes, *(one.data_ptr() for one in tensors)))
 
 
 def _has_fp8(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _align(scales: Tensor) -> Tensor:
+def align_scales(scales: Tensor) -> Tensor:
+    """Scales as libraries take them: contiguous, at a multiple of 16 bytes, also where there is one.
+
+    cuBLASLt refuses a product by the algorithm that its heuristic has chosen (CUBLAS_STATUS_NOT_SUPPORTED) if the
+    algorithm loads scales in vectors and their address is none: the heuristic is not asked with addresses.
+    """
     scales = scales.contiguous()
-    return scales.clone() if scales.data_ptr() % _GRAIN else scales
+    return scales.clone() if not torch.compiler.is_compiling() and scales.data_ptr() % _GRAIN else scales
 
 
 def _add(total: Tensor, bias: Tensor | None) -> Tensor:

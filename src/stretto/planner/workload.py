@@ -20,12 +20,14 @@ ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "fp8": 2}  # fp8: o
 class NumberTypes:
     """The dtype in which a step computes, and its optimizer, which determine the bytes that a rank keeps per parameter.
 
-    has_momentum: of SGD. Raises ValueError for an unknown dtype or optimizer.
+    has_momentum: of SGD. has_averages: of the weights, which are state, too. Raises ValueError for an unknown dtype or
+    optimizer.
     """
 
     dtype: Dtype = "bf16"
     optimizer: OptimizerName = "adamw"
     has_momentum: bool = False
+    has_averages: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
@@ -58,7 +60,7 @@ class NumberTypes:
     @property
     def moments(self) -> float:
         """Numbers that the optimizer keeps for each parameter; Muon at most, without a model."""
-        return {"adamw": 2, "muon": 2, "sgd": int(self.has_momentum)}[self.optimizer]
+        return {"adamw": 2, "muon": 2, "sgd": int(self.has_momentum)}[self.optimizer] + self.has_averages
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class StepWorkload(NumberTypes):
             return super().moments
         rows = self.model.embedding_rows + self.model.position_rows
         rows += self.model.head_outputs if self.model.has_own_head else 0
-        return 1 + rows * self.model.hidden / max(self.model.parameters, 1)
+        return 1 + self.has_averages + rows * self.model.hidden / max(self.model.parameters, 1)
 
     @property
     def tokens(self) -> int:

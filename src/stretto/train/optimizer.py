@@ -16,8 +16,10 @@ from torch.optim import SGD, Optimizer
 from stretto.huggingface.fused_weights import fused_matrices
 from stretto.models import GPTConfig
 from stretto.optim import AdamW
+from stretto.optim.averages import move_averages
 from stretto.optim.guard import skipping_after_failure
 from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
+from stretto.optim.state.updates import AVERAGE
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, check_is_sharded, has_layout, layout_of
 from stretto.parallel.low_precision_weights import share_copy
@@ -26,8 +28,6 @@ from stretto.parallel.state import state_of
 from stretto.train.config.options import RunOptions, Schedule
 
 logger = logging.getLogger(__name__)
-
-AVERAGE = "average"  # the key of a parameter's moving average in its state
 
 
 class ShardOptimizer:
@@ -132,12 +132,7 @@ class ShardOptimizer:
             self.inner.synchronize()
         if shards and self.average is not None:
             averages, weights = [self.inner.state[shard][AVERAGE] for shard in shards], [s.detach() for s in shards]
-            if skip is None:
-                torch._foreach_lerp_(averages, weights, 1 - self.average)
-            else:
-                share = torch.where(skip, 0.0, 1 - self.average)
-                for average, weight in zip(averages, weights, strict=True):
-                    average.lerp_(weight, share.to(average.dtype))
+            move_averages(averages, weights, self.average, skip)
         self._drop_gradients()
 
     @contextmanager

@@ -7,7 +7,8 @@ The store (`stretto.optim.state`) knows flat tensors alone; here are the model, 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from stretto.execution import BUCKET_ALIGNMENT, StateOptions, StepPlace
 from stretto.memory import failures
 from stretto.memory.pinned import allocate_pinned
+from stretto.optim.averages import AveragedUpdate
 from stretto.optim.sparse import Masks, SparseIndex
 from stretto.optim.sparse.weights import SparseWeights
 from stretto.optim.state.layout import StateLayout
@@ -27,6 +29,7 @@ from stretto.optim.state.loss_scale import LossScale, LossScaleOptions
 from stretto.optim.state.residence import DeviceResidence, HostResidence, HostStepResidence, StateResidence
 from stretto.optim.state.store import Communicator, OptimizerStateStore, StoredParameter, state_slots
 from stretto.optim.state.updates import (
+    AVERAGE,
     MASTER,
     TILE,
     AdamWUpdate,
@@ -58,8 +61,9 @@ class StoredOptimizer:
     The model's fp32 parameters become views of one flat tensor of weights in `dtype`; their values, as they are
     now, become the fp32 weights of the store. Gradients are written to the store, and `.grad` of parameters remains
     None. Frozen parameters are converted, too. make: `adamw_update`, `sgd_update`, or `tiled_update` of any elementwise
-    optimizer. masks: what is left of pruned parameters (`stretto.train.pruning`); the store holds nothing else of them,
-    and all weights are dense tensors of their own, with zeros.
+    optimizer; or `averaged_update` of one of these. masks: what is left of pruned parameters
+    (`stretto.train.pruning`); the store holds nothing else of them, and all weights are dense tensors of their own,
+    with zeros.
 
     Raises ValueError for parameters that are not fp32, or that are not of a model that `parallelize` has returned.
     """
@@ -222,12 +226,40 @@ class StoredOptimizer:
                     "update the old numbers: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
+        self._note_written()
+        return norm
+
+    @property
+    def has_averages(self) -> bool:
+        """True if moving averages of the fp32 weights are state, too (`averaged_update`)."""
+        return AVERAGE in self.store.update.slots
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the model compute with the averages, where there are any. It takes the memory of one more copy of the
+        weights that it computes with. Collective for pruned weights that z shards."""
+        weights, before = self.store.weights, list[Tensor]()
+        if self.has_averages:
+            before = [weights.read(number).clone() for number in range(len(self.parameters))]
+            self._compute_with([self.store.slots(number)[AVERAGE] for number in range(len(self.parameters))])
+        try:
+            yield
+        finally:
+            self._compute_with(before)
+
+    @torch.no_grad()
+    def _compute_with(self, values: Sequence[Tensor]) -> None:
+        for number, value in enumerate(values):
+            self.store.weights.write(number, value.flatten().to(self._grid.device, self.dtype))
+        self._note_written()
+
+    def _note_written(self) -> None:
+        """After the store has written the weights."""
         if self._pruned is not None:
             for name, parameter in self.parameters.items():
                 self._pruned.write_rows(name, local_shard(parameter))
         # Kernels of the store do not count versions, which show that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
-        return norm
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, which drops its own: for a backward pass that is not to count."""
@@ -386,6 +418,11 @@ def tiled_update(make: MakeOptimizer, *, tile: int | None = None) -> MakeUpdate:
     return lambda on_host: TiledUpdate(make, slots, tile=min(tile or HOST_TILE, HOST_TILE) if on_host else tile)
 
 
+def averaged_update(make: MakeUpdate, decay: float) -> MakeUpdate:
+    """The same steps, after which each fp32 weight moves its average: `average += (1 - decay) * (weight - average)`."""
+    return lambda on_host: AveragedUpdate(make(on_host), decay)
+
+
 _TRIED_BUCKETS = 6  # on which the two places of a step are compared
 
 
@@ -435,7 +472,7 @@ def build_stored_optimizer(model: nn.Module, grid: Grid, run: RunConfig, masks: 
     return StoredOptimizer(
         model,
         grid,
-        make,
+        make if run.ema is None else averaged_update(make, run.ema),
         name=run.optimizer,
         weight_decay=run.weight_decay,
         clip=run.clip,

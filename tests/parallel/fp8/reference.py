@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
 
 
 class _ExpertProduct(torch.autograd.Function):
-    """The same of one expert's tokens: these are scaled by rows, and the weight's gradient is a product of bf16."""
+    """The same of one expert's tokens: these are scaled by rows or columns, by powers of two, in e4m3."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str) -> Tensor:
@@ -63,7 +63,8 @@ class _ExpertProduct(torch.autograd.Function):
         sent = quantize(weight, (1,) if ctx.power else None, e4m3, power=ctx.power)
         again = quantize(sent, (0,), e4m3, power=True) if ctx.power else sent
         of_x = (quantize(gradient, (1,), e4m3, power=True) @ again).bfloat16()
-        return of_x, gradient.t() @ x, None
+        of_weight = quantize(gradient, (0,), e4m3, power=True).t() @ quantize(x, (0,), e4m3, power=True)
+        return of_x, of_weight.bfloat16(), None
 
 
 class Fp8Experts(Experts):

@@ -20,6 +20,7 @@ from stretto.models.moe import Experts
 from stretto.parallel import Grid, count_collectives, gather, parallelize
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+from stretto.parallel.fp8.weights import WeightScaling
 from tests.conftest import Ranks
 from tests.parallel.fp8.reference import Fp8Experts, Fp8Linear
 from tests.parallel.hugging_face import causal_lm
@@ -89,7 +90,10 @@ def train_on_grid(sizes: dict[str, int], options: dict[str, Any], *, alike: bool
         model = parallelize(model if given else model.bfloat16(), grid, sharded_loss=False, **given, **options)
     part = 4 // grid.size(BATCH)
     first = 0 if alike else grid.coordinate(BATCH) * part
-    found = train(model, slice(first, first + (1 if alike else part)), compiles=compiles)
+    with mock.patch.object(WeightScaling, "note", autospec=True, side_effect=WeightScaling.note) as note:
+        found = train(model, slice(first, first + (1 if alike else part)), compiles=compiles)
+    # cuBLASLt refuses scales elsewhere, and `align_scales` would copy them in every product.
+    assert all(call.args[2].data_ptr() % 16 == 0 for call in note.call_args_list)
     with count_collectives(grid) as counts:
         model(batch()[0][:1])
     return found | {"sent": counts.bytes_by_kind()}

@@ -65,6 +65,7 @@ def check_grids(ranks: MakeRanks, tmp_path: Path, make: Any, *grids: dict[str, i
     for name, weight in weights.items():
         assert torch.equal(read_tensor(first, entries[f"model.{name}"]), weight), name
         assert entries[f"optimizer.{name}.exp_avg"].shape == weight.shape
+        assert not torch.equal(read_tensor(first, entries[f"optimizer.{name}.average"]), weight), name
     for number, grid in enumerate(grids):
         out = tmp_path / f"again-{number}"
         loaded = ranks(prod(grid.values())).run(runs.load_and_save, make, grid, first, out)[0]

@@ -25,7 +25,7 @@ from stretto.optim.state.layout import Bucket, Chunk, StateLayout
 from stretto.optim.state.loss_scale import LossScale
 from stretto.optim.state.master_weights import join, round_to, round_to_bf16
 from stretto.optim.state.residence import FlatWeights, StateResidence
-from stretto.optim.state.updates import LOW, MASTER, TILE, History, StepSettings, Update
+from stretto.optim.state.updates import AVERAGE, LOW, MASTER, TILE, History, StepSettings, Update
 
 
 class Reduction(Protocol):
@@ -124,10 +124,13 @@ class OptimizerStateStore:
         return StepOrder.AFTER_NORM if needs_norm else StepOrder.CHUNK_BY_CHUNK
 
     def prepare(self) -> None:
-        """Allocate gradients, and the state that the weights have not needed so far."""
+        """Allocate gradients, and the state that the weights have not needed so far; averages begin with them."""
         self.gradients = torch.zeros(self.layout.size, dtype=self.gradients.dtype, device=self.device)
         self.residence.prepare(self.weights, self.gradients)
         sets, kept = self.residence.weight_buffers, self.residence.arrays
+        if AVERAGE in kept:
+            for index, place in enumerate(self.layout.places):
+                kept[AVERAGE][place.start : place.stop].copy_(self.weight(index).flatten())
         reads = MASTER not in kept or self.residence.step_device != self.device
         self.weights.prepare(max((bucket.size for bucket in self.layout.buckets), default=0), sets, reads=reads)
 

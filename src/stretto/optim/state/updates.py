@@ -15,6 +15,7 @@ from stretto.optim.state.master_weights import join, round_to, round_to_bf16
 
 MASTER = "master"
 LOW = "low"
+AVERAGE = "average"  # a parameter's moving average (`stretto.optim.averages`), also in checkpoints
 TILE = 1_800_000
 """Numbers of a tile on a CPU: those of Singh, section 7.2, whose fp32 gradients take 7.2 MB."""
 GPU_TILE = 1 << 26

@@ -106,6 +106,12 @@ class ExpertProduct:
         """The gradient of the rows."""
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
+    def differentiate_weights(
+        self, left: Tensor, right: Tensor, offsets: Tensor, tokens: Tensor | None, room: int
+    ) -> Tensor:
+        """Each expert's left.T @ right; tokens, room: as in `grouped_weight_gradient`."""
+        return grouped_weight_gradient(left, right, offsets, tokens=tokens, room=room)
+
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """The output, summed over ranks. If it will not be read, its values are arbitrary."""
         is_unread = self.feeds is not None and is_given_back(self.feeds)
@@ -150,7 +156,7 @@ class ExpertProduct:
         room: int,
     ) -> None:
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
-        found = grouped_weight_gradient(*operands, offsets, tokens=tokens, room=room)
+        found = self.differentiate_weights(*operands, offsets, tokens, room)
         if placement is not None and self.replicas is not None:
             found = self.replicas.return_home(found, placement)
         self.shard.start_reduction(parameter, found)

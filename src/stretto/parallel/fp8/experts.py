@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of experts in fp8: outputs and the gradients of tokens; weights' gradients are products of bf16.
+"""The products of experts in fp8: outputs, and the gradients of tokens and of weights.
 
-torch's grouped product takes e4m3 alone, with a scale for each row, so tokens and their gradients are scaled by rows in
-both recipes; a weight has a scale for each expert, or for each of an expert's outputs. The gradient of a weight sums
-over an expert's tokens, of which there may be any number, while sums of fp8 take multiples of 16: it stays in bf16 (as
-in torchao's recipe rowwise_with_gw_hp).
+torch's grouped product takes e4m3 alone, with a scale for each row of its operands, so tokens and their gradients are
+scaled by rows in both recipes, and by each expert's columns where they are summed over its tokens; a weight has a scale
+for each expert, or for each of an expert's outputs. The gradient of a weight sums over an expert's tokens, of which
+there may be any number, while sums of fp8 take multiples of 16: zeros are added to each expert's.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from stretto.execution import Fp8Recipe
-from stretto.ops.fp8_casts import E4M3, ScaledMatrix, cast_scaled, multiply
+from stretto.ops.fp8_casts import E4M3, ScaledMatrix, cast_groups, cast_scaled, multiply, place_groups
 from stretto.ops.moe import ReplicaPlacement
-from stretto.ops.moe.grouped.matmul import clear_padding
+from stretto.ops.moe.grouped.matmul import clear_padding, take_rows
+from stretto.ops.scaled import align_scales
 from stretto.parallel.experts.products import ExpertProduct
 from stretto.parallel.fp8.matrix import COMPUTE, ScaledOperand
 
@@ -58,14 +59,41 @@ class Fp8ExpertProduct(ExpertProduct):
         columns = ScaledOperand(weight, self.recipe, E4M3).columns
         return _multiply_groups(ScaledOperand(gradient, "rowwise", E4M3).rows, columns, offsets, is_fast=False)
 
+    def differentiate_weights(
+        self, left: Tensor, right: Tensor, offsets: Tensor, tokens: Tensor | None, room: int
+    ) -> Tensor:
+        return multiply_columns(left, take_rows(right, tokens), offsets)
+
+
+def multiply_columns(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:
+    """Each expert's left [its rows, b].T @ right [its rows, a] in fp8: [experts, b, a]; zeros without rows."""
+    if _takes_groups(left):
+        places = place_groups(offsets)
+        a, b = (cast_groups(each, offsets, places) for each in (left, right))
+        product: Tensor = torch._scaled_grouped_mm(
+            a.data, b.data.t(), a.scale, b.scale, offs=places[1:], out_dtype=COMPUTE, use_fast_accum=False
+        )
+        return product
+    found = torch.zeros(offsets.shape[0] - 1, left.shape[1], right.shape[1], dtype=COMPUTE, device=left.device)
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist() if left.shape[0] else ())):
+        if end > begin:
+            a, b = (ScaledOperand(each[begin:end], "rowwise", E4M3).columns for each in (left, right))
+            found[expert] = multiply(a, b, COMPUTE, is_fast=False)
+    return found
+
+
+def _takes_groups(rows: Tensor) -> bool:
+    """True if torch's grouped product of fp8 multiplies these rows: on Hopper."""
+    return rows.is_cuda and torch.cuda.get_device_capability(rows.device) == (9, 0) and rows.shape[0] > 0
+
 
 def _multiply_groups(x: ScaledMatrix, weight: ScaledMatrix, offsets: Tensor, *, is_fast: bool) -> Tensor:
     """Each expert's rows of x [n, k] times its weight [e, m, k] transposed; offsets as in `grouped_matmul`."""
     experts, out, _ = weight.data.shape
     n = x.data.shape[0]
-    if x.data.is_cuda and torch.cuda.get_device_capability(x.data.device) == (9, 0) and n:
-        columns = weight.scale.expand(experts, out, 1).reshape(experts, out).contiguous()
-        rows = x.scale.reshape(-1).contiguous()
+    if _takes_groups(x.data):
+        columns = align_scales(weight.scale.expand(experts, out, 1).reshape(experts, out))
+        rows = align_scales(x.scale.reshape(-1))
         found: Tensor = torch._scaled_grouped_mm(
             x.data, weight.data.mT, rows, columns, offs=offsets[1:], out_dtype=COMPUTE, use_fast_accum=is_fast
         )

@@ -20,6 +20,10 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layout import Version, local, version_of
 from stretto.parallel.low_precision_weights import cast
 
+_SCALE_GRAIN = (
+    4  # each weight's scales begin at a multiple of so many: `align_scales` would copy others in each product
+)
+
 
 @dataclass(eq=False)
 class WeightScaling:
@@ -114,8 +118,10 @@ class WeightScales:
         with torch.no_grad():
             for group, weights in by_group.items():
                 largest = _measure_all(weights)
-                total = all_reduce(torch.cat([each.flatten() for each in largest]), group, dist.ReduceOp.MAX)
-                parts = weights[0].scale_of(total).split([each.numel() for each in largest])
+                gaps = [largest[0].new_zeros(-each.numel() % _SCALE_GRAIN) for each in largest]
+                pieces = [piece for each in zip(largest, gaps, strict=True) for piece in each]
+                total = all_reduce(torch.cat([piece.flatten() for piece in pieces]), group, dist.ReduceOp.MAX)
+                parts = weights[0].scale_of(total).split([piece.numel() for piece in pieces])[::2]
                 for weight, own, part in zip(weights, largest, parts, strict=True):
                     weight.note(version_of(weight.parameter), part.view(own.shape))
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from stretto.memory import PeerError, exchange, failures, group_timeout
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import Masks, WeightMask
+from stretto.optim.state.updates import AVERAGE
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import checkpoint_path, unreadable
@@ -47,7 +48,7 @@ from stretto.train.checkpoint.storage import (
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.checkpoint.writing import CheckpointWriter, bytes_on_disk, write_checkpoint
 from stretto.train.observe.metrics import DivergenceError
-from stretto.train.optimizer import AVERAGE, ShardOptimizer, local_shard
+from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer
 
 
@@ -320,7 +321,8 @@ def load_optimizer_state(
     state, scalars = dict[str, ShardedState](), dict[str, dict[str, Tensor]]()
     for full_name, entry in metadata.tensors.items():
         name, _, key = full_name.removeprefix("optimizer.").rpartition(".")
-        if not full_name.startswith("optimizer.") or name in other_stages or key == AVERAGE:
+        is_dropped = key == AVERAGE and not optimizer.has_averages
+        if not full_name.startswith("optimizer.") or name in other_stages or is_dropped:
             if optimizer.masks is not None and full_name.startswith("optimizer.") and entry.shape:
                 load_state(path, metadata, {})  # which other stages read
             continue

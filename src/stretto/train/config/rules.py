@@ -65,11 +65,6 @@ def contradictions(config: "TrainConfig") -> list[str]:
     problems += contradictions_of_run(run)
     problems += _contradictions_of_fp8(config)
     problems += _contradictions_of_ramp(config)
-    if run.ema is not None and run.optimizer_state != "fp32":
-        problems.append(
-            f"train.ema is {run.ema} and train.optimizer_state is {run.optimizer_state!r}, which keeps no averages; "
-            "train.optimizer_state='fp32' would do"
-        )
     problems += _contradictions_of_invariance(config)
     problems += _contradictions_of_copies(config)
     problems += _contradictions_of_state(config)

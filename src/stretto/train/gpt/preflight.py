@@ -305,7 +305,8 @@ def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:
 
 def _types(config: TrainConfig) -> NumberTypes:
     run = config.train
-    return NumberTypes(dtype=run.dtype, optimizer=run.optimizer, has_momentum=bool(run.momentum))
+    averages = run.ema is not None
+    return NumberTypes(dtype=run.dtype, optimizer=run.optimizer, has_momentum=bool(run.momentum), has_averages=averages)
 
 
 def gpu_memory_of_cluster(config: TrainConfig) -> float | None:

@@ -209,7 +209,7 @@ class GPTTask(TrainTask):
         self.model.eval()
         with ExitStack() as stack:
             stack.callback(self.model.train, was_training)
-            if isinstance(self.optimizer, ShardOptimizer):
+            if self.optimizer is not None:
                 stack.enter_context(self.optimizer.averaged())
             for first in range(0, len(sequences), parts * rows):
                 batch = np.array(sequences[first : first + parts * rows], dtype=np.int64)
