@@ -58,7 +58,7 @@ class MatrixOwners:
 
     layouts: of parameters [a, b], and of [e, a, b], whose e matrices are owned one by one. grid: theirs. group: of the
     stage's ranks (None: the grid's own). last_first: the last parameters are in the first round. Owners are balanced by
-    the cost of Newton-Schulz iterations. Collective over the stage's ranks, as a `MatrixExchange` is; all give
+    the cost of Newton-Schulz iterations. Collective over the stage's ranks, as a `MatrixExchange` is; all give the same
     layouts in one order.
     """
 
