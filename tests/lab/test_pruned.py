@@ -11,6 +11,11 @@ from lab.training.pruned import PrunedSetting
 from lab.training.pruned_curves import AT_ONCE, EARLY, NEVER, PrunedCurvesSetting
 
 
+def test_an_unknown_part_is_refused_before_anything_is_trained():
+    with pytest.raises(ValueError, match="largst.*largest"):
+        PrunedSetting(parts=("state", "largst"))
+
+
 @pytest.mark.long
 def test_pruned_models_send_what_is_left(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, pruned, ranks)

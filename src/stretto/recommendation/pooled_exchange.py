@@ -163,12 +163,17 @@ def pool_and_exchange(
 
 
 def choose_operators(
-    implementation: Implementation, dtype: torch.dtype, device: torch.device, dims: Sequence[int]
+    implementation: Implementation,
+    dtype: torch.dtype,
+    device: torch.device,
+    dims: Sequence[int],
+    group: dist.ProcessGroup | None = None,
 ) -> Any | None:
     """The module whose operators look up in tables of these dtype and dims; None for the library's path.
 
-    "auto" takes the operator on a GPU, where it is there and knows dtype and dims. The same on every rank. ValueError
-    for "kernel" where it cannot run. dims: of all tables.
+    "auto" takes the operator on a GPU, where it is there and knows dtype and dims, and in one node: between nodes it
+    puts through the host, and nobody has timed that beside NCCL. The same on every rank. ValueError for "kernel" where
+    it cannot run. dims: of all tables. group: of the ranks, if it is known; collective at its first call.
     """
     if implementation not in get_args(Implementation):
         known = ", ".join(get_args(Implementation))
@@ -180,7 +185,16 @@ def choose_operators(
     reason = missing if operators is None else _find_obstacle(dtype, dims)
     if implementation == "kernel" and reason is not None:
         raise ValueError(f"implementation is 'kernel', but {reason}; implementation='library' would do")
-    return operators if reason is None else None
+    if reason is not None:
+        return None
+    return None if implementation == "auto" and group is not None and _has_nodes(group, device) else operators
+
+
+def _has_nodes(group: dist.ProcessGroup, device: torch.device) -> bool:
+    from stretto.ops.choices import find_nodes
+    from stretto.ops.operator import find_name
+
+    return bool(find_nodes(find_name(group), device))
 
 
 def _find_operators() -> Any | None:

@@ -63,7 +63,7 @@ class ShardedTables(nn.ModuleDict):
         # This rank's parts, then the replicated tables, which are parts of a whole table each.
         self.shards = (*placement.shards[group.rank()], *map(placement.whole, placement.replicated))
         widths = [shard.columns for of_rank in placement.shards for shard in of_rank]
-        self.operators = choose_operators(implementation, dtype, device, widths)
+        self.operators = choose_operators(implementation, dtype, device, widths, group)
         self.optimizer: TableOptimizer | None = None
         self.replicas = replicas
         self.replicated_gradients: ReplicatedGradients | None = None  # of the model's other parameters
