@@ -12,7 +12,7 @@ from lab.training.pruned_curves import AT_ONCE, EARLY, NEVER, PrunedCurvesSettin
 
 
 def test_an_unknown_part_is_refused_before_anything_is_trained():
-    with pytest.raises(ValueError, match="largst.*largest"):
+    with pytest.raises(ValueError, match=r"largst.*largest"):
         PrunedSetting(parts=("state", "largst"))
 
 
