@@ -2,6 +2,7 @@
 """Tests of what can be tested of a captured step without a GPU; tests/gpu/test_trainer.py runs them."""
 
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from stretto.memory import failures
-from stretto.parallel import CapturedStep, Grid, no_sync, parallelize
+from stretto.models import GPT, GPTConfig
+from stretto.parallel import CapturedStep, Grid, forward_passes, no_sync, parallelize
 
 
 def test_a_captured_step_without_a_gpu_raises():
@@ -59,3 +61,29 @@ def wait_for_the_gpu() -> tuple[()]:
 
 def test_a_captured_step_notices_that_its_model_was_frozen_or_switched(ranks):
     ranks(1).run(replay_after_changes)
+
+
+def find_kept_nodes(dtype: torch.dtype | None) -> list[str]:
+    """The parameters whose nodes, on which autograd accumulates, are those of the stream before, in a pass on another.
+
+    A captured step's stream waits for no other: the backward pass of its graph would fail.
+    """
+    model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=16, max_seq_len=4)), Grid(), dtype=dtype)
+    tokens = torch.arange(4)[None]
+    model(tokens, tokens).backward()
+
+    def node_of(parameter: nn.Parameter) -> Any:
+        return torch.autograd.graph.get_gradient_edge(parameter).node
+
+    for parameter in model.parameters():
+        node_of(parameter).metadata["stream"] = 0  # lost with the node, if nothing keeps it
+    before = [name for name, parameter in model.named_parameters() if "stream" in node_of(parameter).metadata]
+    assert len(before) > 0
+    with mock.patch.object(forward_passes, "current_stream", lambda _: 1):
+        model(tokens, tokens).backward()
+    return [name for name, parameter in model.named_parameters() if "stream" in node_of(parameter).metadata]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_autograds_nodes_are_made_anew_on_a_captured_steps_stream(ranks, dtype):
+    assert ranks(1).run(find_kept_nodes, dtype) == [[]]

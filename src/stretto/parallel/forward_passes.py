@@ -52,6 +52,7 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
             gradient_reducer.listener.begin_forward()
     stream = current_stream(state.grid.device)
     waiting: list[tuple[str, nn.Module]] = [("", model)]  # `named_modules` takes several times as long
+    outdated: list[ShardedModule] = []
     for prefix, module in waiting:  # without calls, which would cost more than the comparisons (`LocalTensors`)
         sharded, is_outdated = module if isinstance(module, ShardedModule) else None, False
         followed = None if sharded is None else sharded.followed
@@ -71,10 +72,16 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     gradient_reducer.defer_hooks(parameter, prefix + name)
         if sharded is not None and (is_outdated or followed is None or followed.stream != stream):
-            sharded.follow_weights(stream)
+            outdated.append(sharded)
         for name, each in module._modules.items():
             if each is not None:
                 waiting.append((f"{prefix}{name}.", each))
+    if outdated:
+        followed = None
+        for sharded in outdated:  # all at first: of a weight that several have, each keeps autograd's node
+            sharded.forget_weights()
+        for sharded in outdated:
+            sharded.follow_weights(stream)
     gatherer.is_in_forward = gradient_reducer.is_in_forward = True
     if not in_backward():
         gatherer.begin_forward()

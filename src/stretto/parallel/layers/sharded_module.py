@@ -83,9 +83,16 @@ class ShardedModule(nn.Module):
         accumulated them."""
         return {}
 
+    def forget_weights(self) -> None:
+        """Free autograd's nodes of the parameters, which keep the stream on which they were made."""
+        self.followed = None
+        if self.in_graphs is not None:
+            self.in_graphs.follow()
+
     def follow_weights(self, stream: int | None) -> None:
         """Take the parameters as they are now, converted, frozen or unfrozen, for compiled graphs and to compute with
         shards. stream: the current one, on which autograd will accumulate."""
+        self.forget_weights()
         self.followed = LocalTensors(self._parameters, stream)
         # Of one that replaced a parameter nothing is known: what computes with it says so.
         if self.gradients is not None and all(map(has_layout, self.parameters(recurse=False))):
@@ -97,9 +104,7 @@ class ShardedModule(nn.Module):
         noted = {
             name: (layout_of(parameter), copy_of(parameter)) for name, parameter in self.named_parameters(recurse=False)
         }
-        self.followed = None  # torch swaps no tensor to which a graph leads
-        if self.in_graphs is not None:
-            self.in_graphs.follow()
+        self.forget_weights()  # torch swaps no tensor to which a graph leads
         try:
             super()._apply(fn, recurse)
         finally:
