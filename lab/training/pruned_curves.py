@@ -28,7 +28,7 @@ class PrunedCurvesSetting:
 
     steps: Annotated[int, Option("Steps of each run.", least=10)] = 250
     batch: Annotated[int, Option("Sequences of a step.", least=1)] = 64
-    sparsity: Annotated[float, Option("The part of the linears' weights that is pruned.")] = 0.9
+    sparsity: Annotated[float, Option("The part of the linears' weights that is pruned.", least=0)] = 0.9
     megabytes: Annotated[int, Option("Text that is read at most.", least=1)] = 24
     cpu: Annotated[bool, Option("A small model on the CPU: a try, no figure.")] = False
 

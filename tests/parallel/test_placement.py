@@ -92,6 +92,7 @@ def note_visits() -> list[str]:
 
 def test_a_model_visits_few_files_and_returns_to_hardly_any(ranks: Callable[[int], Ranks]) -> None:
     (visited,) = ranks(1).run(note_visits)
-    # resolve -> place -> install: who adds a file says why the model itself has to go there.
-    assert len(set(visited)) <= 12, visited
+    # resolve -> place -> install: who adds a file says why the model itself has to go there. suggestions.py refuses
+    # what is no module at all.
+    assert len(set(visited)) <= 13, visited
     assert len({file for file in visited if visited.count(file) > 1}) <= 3, visited

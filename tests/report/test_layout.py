@@ -380,6 +380,39 @@ def precisions(count: int) -> dict[str, Any]:
     return {"curves": dict.fromkeys(("dense", "mixture of experts", "other", "another")[:count], losses)}
 
 
+def pruned_state(count: int) -> dict[str, Any]:
+    sparsities = [0.25 + 0.7 * number / (4 * count) for number in range(4 * count)]
+    rows = [
+        {"sparsity": sparsity, "index": index, "state_bytes": left * (1 - sparsity) + 2}
+        for sparsity in sparsities
+        for index, left in (("bitmap", 14), ("int32", 18))
+    ]
+    return {"rows": [{"sparsity": 0.0, "index": None, "state_bytes": 16.1}, *rows]}
+
+
+def pruned_curves(count: int) -> dict[str, Any]:
+    names = ("never", "at initialization", "after 10% of the steps")[:count]
+    losses = {
+        name: [(step * 1e6, 1 + (3 + place) / (step + 1)) for step in range(9)] for place, name in enumerate(names)
+    }
+    return {"curves": losses, "setting": {"sparsity": 0.9}}
+
+
+def muon_curves(count: int) -> dict[str, Any]:
+    names = [f"{optimizer}, lr {rate}" for rate in (0.003, 0.01, 0.03)[:count] for optimizer in ("adamw", "muon")]
+    losses = {name: [2 + (3 + 0.1 * place) / (step + 1) for step in range(60)] for place, name in enumerate(names)}
+    return {"curves": losses}
+
+
+def embedding_figures(count: int) -> dict[str, Any]:
+    rows = [
+        {"study": study, "what": f"{what} {4 << 2 * number}", "milliseconds": 0.4 + 0.07 * number}
+        for study, what in (("slices", "slices of"), ("orders", "the own rank's"), ("programs", "programs"))[:count]
+        for number in range(count + 2)
+    ]
+    return {"rows": rows, "setting": {"case": "1024x64x256x70"}}
+
+
 RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "faults.json": faults,
     "train.json": train,
@@ -406,6 +439,10 @@ RESULTS: dict[str, Callable[[int], dict[str, Any]]] = {
     "simulated-msccl.json": simulated_msccl,
     "curves.json": curves,
     "precision.json": precisions,
+    "pruned-state.json": pruned_state,
+    "pruned-curves.json": pruned_curves,
+    "muon-curves.json": muon_curves,
+    "embedding-figures.json": embedding_figures,
 }
 
 
