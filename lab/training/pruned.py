@@ -115,7 +115,7 @@ def formula(stored: StoredOptimizer, phi: int) -> float:
 def _measure_state(
     config: GPTConfig, grid: Grid, sparsity: float, index: SparseIndexKind, samples: int, **options: Any
 ) -> tuple[dict[str, Any], Step]:
-    """What a model's state takes after its first step, and its step."""
+    """Measures a model's state after its first step, and its step."""
     empty_memory()
     before, device = _allocated(grid.device), grid.device
     model = _build(config, grid, **options)

@@ -102,8 +102,10 @@ class GatedCase(StressCase):
             of_weighed = torch.autograd.grad(weighed, (wide, factor), grad.double())
             rights = out.detach(), of_x, out.detach(), of_x, of_weighed[0], weighed.detach(), of_weighed[1][:, 0]
             terms = float((out * grad.double()).abs().sum(1).max())
-            for one, right in zip(found, rights, strict=True):
-                if not torch.allclose(one.double(), right, rtol=2**-7, atol=terms / 256 if right.dim() == 1 else 1e-4):
+            for number, (one, right) in enumerate(zip(found, rights, strict=True)):
+                rounded = 2**-8 if number < 4 else 2**-7  # weighed rows are rounded twice
+                near = terms / 256 if right.dim() == 1 else 1e-4
+                if not torch.allclose(one.double(), right, rtol=rounded, atol=near):
                     raise AssertionError("the kernels of gated SiLU compute something else")
 
     def _run(self, entry: int) -> tuple[Tensor, ...]:

@@ -381,7 +381,8 @@ def find_copies_obstacle(name: str, device: torch.device) -> str:
 
 
 def find_routed_obstacle(name: str, device: torch.device) -> str:
-    """Why the group's ranks can have no routed schedule, whose rows are stored, or put to other nodes; "" if they can.
+    """The reason for which the group's ranks can have no routed schedule, whose rows are stored, or put to other nodes;
+    "" if they can.
 
     Collective at the group's first call.
     """

@@ -122,7 +122,7 @@ def cast_scaled(
 
 
 def place_groups(offsets: Tensor) -> Tensor:
-    """Where groups of rows begin that are made columns, each from a multiple of 64 on, and at least 64: [groups + 1].
+    """The begins of groups of rows that are made columns, each from a multiple of 64 on, and at least 64: [groups + 1].
 
     offsets: int32 [groups + 1], of the rows. Sums over columns of fp8 are of multiples of 16, and so not empty either.
     """

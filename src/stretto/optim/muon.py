@@ -117,7 +117,7 @@ class _MatrixParameter(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """How a step writes a parameter of matrices."""
+    """The way in which a step writes a parameter of matrices."""
 
     matrix: _MatrixParameter
     lr: float | Tensor
@@ -125,7 +125,7 @@ class _Update(NamedTuple):
 
 
 class _Overlap(NamedTuple):
-    """What `Muon.overlap_with` has made. parameters: the model's, of all matrices. group, stream: of exchanges."""
+    """The state of `Muon.overlap_with`. parameters: the model's, of all matrices. group, stream: of exchanges."""
 
     exchange: BackwardExchange
     parameters: tuple[nn.Parameter, ...]
@@ -400,11 +400,11 @@ class Muon(AdamW):
         return local(state["momentum_buffer"])
 
     def _mix(self, gradient: Tensor, momentum: Tensor) -> Tensor:
-        """What is to be orthogonalized, of a gradient and the momentum that has it."""
+        """The matrix to be orthogonalized, of a gradient and the momentum that has it."""
         return gradient.lerp(momentum, self.momentum) if self.nesterov else momentum
 
     def _direction(self, number: int, gradient: Tensor | None) -> Tensor:
-        """What a step would orthogonalize; the momentum stays as it is."""
+        """The matrix that a step would orthogonalize; the momentum stays as it is."""
         if gradient is None:
             return torch.zeros_like(local(self._matrices[number].parameter), requires_grad=False)
         return self._mix(gradient, self._momentum(number).lerp(gradient, 1 - self.momentum))

@@ -94,7 +94,7 @@ class BlockLayer(ABC):
         return ()
 
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """How many matrices [outputs, inputs] of each size its weights are, for an optimizer of whole matrices."""
+        """The numbers of matrices [outputs, inputs] of each size that its weights are, for whole ones' optimizers."""
         return tuple((1, linear.outputs, linear.inputs) for linear in self.linears())
 
     @abstractmethod

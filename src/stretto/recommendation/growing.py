@@ -13,7 +13,7 @@ _SEEN = 4  # counters of ids without a row, for each row
 
 
 class GrowingRows:
-    """Which id has which row of a table [rows, dim] on the device.
+    """The rows that ids have in a table [rows, dim] on the device.
 
     Row 0 is for all ids that have no row of their own. An id gets a row in the batch by which it was looked up
     `min_count` times: a free one, or that of the id that goes first (`Growth.evicts`). Rows of this batch and of the

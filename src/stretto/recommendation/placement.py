@@ -17,7 +17,7 @@ QUANTUM = 4  # columns of a shard are a multiple of it where the table's are eno
 
 @dataclass(frozen=True)
 class Growth:
-    """How a table gives its rows to ids, from 0 to below `ids`, such as hashes (`growing`).
+    """The way in which a table gives its rows to ids, from 0 to below `ids`, such as hashes (`growing`).
 
     min_count: look-ups after which an id gets a row. evicts: whose row is taken for a new one: the id that was looked
     up longest ago, or least often.
@@ -87,7 +87,7 @@ class TablePlacement:
     cached: tuple[int, ...] = ()
 
     def cache_of(self, shard: TableShard) -> int:
-        """How many rows of a part its rank's GPU keeps as a cache; 0 if it keeps all."""
+        """The rows of a part that its rank's GPU keeps as a cache; 0 if it keeps all."""
         rows = self.cached[shard.table] if self.cached else 0
         return rows if rows < shard.rows else 0
 

@@ -72,7 +72,7 @@ def _backend(_semantic: Any = None) -> tl.constexpr:
 
 @triton.jit
 def is_cuda():  # type: ignore[no-untyped-def]
-    """Whether the kernel is compiled for NVIDIA GPUs: a constant."""
+    """True if the kernel is compiled for NVIDIA GPUs: a constant."""
     return not INTERPRETED and _backend() == "cuda"
 
 

@@ -177,7 +177,7 @@ class SortedLookups(NamedTuple):
     ready: "torch.cuda.Event | None"
 
     def take(self) -> StagedGradients:
-        """What was sorted, for the current stream."""
+        """The sorted look-ups, for the current stream."""
         if self.ready is not None:
             current = torch.cuda.current_stream(self.staged.uniques.device)
             current.wait_event(self.ready)

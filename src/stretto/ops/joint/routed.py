@@ -38,7 +38,7 @@ class GivenRows(NamedTuple):
 
     @property
     def known(self) -> int:
-        """How many rows there are, on the host: a kernel gets it as a number of its own."""
+        """The number of rows, on the host: a kernel gets it as a number of its own."""
         return len(self.rows if self.positions is None else self.positions)
 
 
@@ -362,7 +362,7 @@ def make_tables(
         return span(receiver, number) if receiver in near else [(0, 0, 0)] * of_message
 
     def give(sender: int) -> int:
-        """Who gives this rank the signals of what the sender sends."""
+        """The rank that gives this one the signals of what the sender sends."""
         return sender if sender in near or sender == NOBODY else rank
 
     def await_hop(hop: Hop) -> list[tuple[int, int, int]]:

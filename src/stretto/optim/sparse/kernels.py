@@ -75,7 +75,7 @@ def find_selectors(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _count_bits(word):  # type: ignore[no-untyped-def]
-    """How many bits of an int32 are 1."""
+    """The number of bits of an int32 that are 1."""
     if is_cuda():
         count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -138,7 +138,7 @@ def _pick(c, place):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scan_words(index, block, size, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many numbers are left before each word of 32, [WARPS, 32], and each lane's words of its four rows.
+    """The numbers that are left before each word of 32, [WARPS, 32], and each lane's words of its four rows.
 
     Synchronization: none between warps; bitmap and prefix sums are read only.
     """
@@ -188,7 +188,7 @@ def _join_columns(low, high, WARPS: tl.constexpr):  # type: ignore[no-untyped-de
 
 @triton.jit
 def _is_there(K: tl.constexpr, rank, count, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether a half row has a K-th number that is left, and of the part."""
+    """True where a half row has a K-th number that is left, and of the part."""
     there = count > K
     if IS_PART:
         there &= (rank + K >= first) & (rank + K < last)
@@ -230,7 +230,7 @@ def _pack_row(values, row, sums, out, first, last, IS_PART: tl.constexpr, WARPS:
 
 @triton.jit
 def _place(WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where each warp's first 32 rows are in the dense numbers of a program: [WARPS, 32, 8]."""
+    """The places of each warp's first 32 rows in the dense numbers of a program: [WARPS, 32, 8]."""
     row = (tl.arange(0, WARPS) * 1024)[:, None] + (tl.arange(0, 32) * 8)[None, :]
     return row[:, :, None] + tl.arange(0, 8)[None, None, :]
 
