@@ -94,7 +94,7 @@ def on_four(kind: str, dtype: torch.dtype) -> Any:
     if kind == "qwen3_moe":
         grids += [{"data": 2, "x": 2, "expert": 2}, {"x": 4, "expert": 4, "expert_tensor": "fold"}]
     trainers = [
-        {"x": 2, "z": 2, "shard_sequence": True},
+        {"x": 2, "z": 2, **({} if kind == "qwen3_moe" else {"shard_sequence": True})},
         *([{"x": 2, "z": 2, "expert": 2}] if kind == "qwen3_moe" else []),
     ]
     return (kind, {"data": 4}, dtype), *([(kind, each, dtype) for each in sizes] for sizes in (grids, trainers))
@@ -192,6 +192,7 @@ def test_what_has_no_invariant_form_is_refused_by_name() -> None:
         "takes x of 1, 2, 4 or 8, not 16: x=8 would do": of("", {"x": 16}, make("llama", num_attention_heads=16)),
         "takes transformers' causal language models, not GPT": of("", {"x": 2}, small),
         "in 8 equal parts, which do not divide 60: 64 would do": of("", {"x": 2}, odd),
+        "shard_sequence=True takes no experts": of("qwen3_moe", {"x": 2}, shard_sequence=True),
         "invariant is 1, but must be True or False": of("llama", {}, invariant=1),
     }
     said = {text: refusal(call) for text, call in cases.items()}
