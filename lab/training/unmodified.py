@@ -12,7 +12,7 @@ runs.
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ class TransformersSetting:
     ] = None
     micro_batches: Annotated[int, Option("Micro-batches of a rank's part of the batch.", least=1)] = 1
     seq_len: Annotated[int | None, Option("Tokens a sequence (default: the model's).", least=1)] = None
-    only: Annotated[tuple[str, ...], Option("Only runs with this in their name.", is_repeated=True)] = ()
+    only: Annotated[tuple[str, ...], Option("Only the run of this name, or runs with this in their name.", is_repeated=True)] = ()
     routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
     with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
     small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False
@@ -94,7 +94,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
     for model, routing in itertools.product(setting.models, setting.routing):
         workload = _make_workload(model, setting, routing)
         ways = list_ways(ranks, has_experts=has_experts(model))
-        chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only)}
+        chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only, ways)}
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
@@ -128,8 +128,8 @@ def _make_workload(model: str, setting: TransformersSetting, routing: str = "uni
     return TransformerWorkload(model, layers, batch, seq_len, setting.small, *times, of_experts, setting.micro_batches)
 
 
-def _is_chosen(name: str, only: Sequence[str]) -> bool:
-    return not only or any(part in name for part in only)
+def _is_chosen(name: str, only: Sequence[str], names: Collection[str]) -> bool:
+    return not only or any(name == part or (part not in names and part in name) for part in only)
 
 
 def _title(workload: TransformerWorkload, ranks: int) -> str:
