@@ -187,6 +187,29 @@ def refusals() -> list[str]:
     return words
 
 
+def refused_on_one_rank() -> list[str]:
+    """What this rank's calls raise where a cache of rank 0 is too small, or there is no optimizer: none waits."""
+    without, small = (make(Case("tttt", kind, (10, 0, 0, 0)), torch.float32, "library") for kind in ("", "sgd"))
+
+    def prefetch() -> None:
+        for number in range(9):
+            ahead = send(small, number)
+            ahead.issue()
+            small.pool(ahead.wait())
+
+    calls = [
+        lambda: [exchange(small, number) for number in range(9)],
+        prefetch,
+        lambda: without.pool(exchange(without, 0)),
+    ]
+    words = []
+    for call in calls:
+        with pytest.raises(ValueError) as error:
+            call()
+        words.append(str(error.value))
+    return words
+
+
 def late() -> None:
     """A backward pass of a batch whose rows others may have taken."""
     tables = make(Case("tttt", "sgd", (80, 0, 0, 0)), torch.float32, "library")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables in host memory with a cache: the bits of tables on the device, for every optimizer and sharding."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.recommendation import Growth, HitRates, measure_hit_rates
 from stretto.recommendation.growing import GrowingRows
-from stretto.recommendation.table_cache import RowCache
+from stretto.recommendation.pooled_exchange import TableLookups
+from stretto.recommendation.table_cache import CachedTables, RowCache
 from tests.conftest import Ranks
 from tests.pool import Pool
 from tests.recommendation import caching
@@ -130,6 +133,37 @@ def test_what_caches_do_not_serve_is_refused_in_words(ranks: MakeRanks) -> None:
         strict=True,
     ):
         assert found.startswith(expected), found
+
+
+def test_what_one_ranks_caches_refuse_is_refused_on_all(ranks: MakeRanks) -> None:
+    too_small = r"a cache of 10 rows is too small for .* different rows"
+    other = "rank 0 has refused this batch, which is too large for its caches: see its error"
+    for words, refused in zip(ranks(2).run(caching.refused_on_one_rank), (too_small, other), strict=True):
+        for found, expected in zip(words, (refused, refused, "tables that are cached, grow"), strict=True):
+            assert re.match(expected, found), found
+
+
+def test_a_cuda_graph_of_cached_tables_is_refused() -> None:
+    tables = CachedTables({}, 1, torch.device("cuda"), NO_GROUP)
+    lookups = TableLookups(torch.tensor([0]), torch.tensor([0, 1]), (0, 1), 1)
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        for call in (lambda: tables.fetch(lookups), lambda: tables.use(lookups, None)):
+            with pytest.raises(ValueError, match="a CUDA graph would look up the rows of the batch of its capture"):
+                call()
+
+
+def test_ids_that_a_growing_table_cannot_have_stay_outside_of_it() -> None:
+    rows = GrowingRows(torch.zeros(5, 4), Growth(ids=3), 0)
+    for _ in range(2):
+        assert rows.fetch(torch.tensor([2, -1, -(2**62), 3, 2**62, 2]), grows=True).tolist() == [
+            1,
+            -1,
+            -(2**62),
+            5,
+            2**62,
+            1,
+        ]
+    assert rows.ids.tolist() == [-1, 2, -1, -1, -1]
 
 
 def zeros_on_demand(*size: int, dtype: torch.dtype, device: Any = None) -> torch.Tensor:

@@ -18,6 +18,7 @@ from stretto.memory.symmetric import PeerError
 T = TypeVar("T")
 MAX_SECONDS = 30 * 24 * 3600.0
 """The longest time limit, 30 days: c10d and kernels count in units in which a year would overflow."""
+_next_number = 1000  # more than the groups that a program makes by itself
 MAX_PREPARATION = 3600.0
 """Seconds after which ranks no longer wait for one that prepares itself: it may have died."""
 
@@ -115,24 +116,36 @@ def require_same(own: tuple[int, int, str], other: tuple[int, int, str], rank: i
     raise ValueError(f"all ranks must allocate the same: rank {rank} asks for {asked[0]}, rank {peer} for {asked[1]}")
 
 
-def count_groups() -> int:
-    """The process groups that this rank has."""
-    return len(dist.distributed_c10d._world.pg_names)
+def next_group_number() -> int:
+    """The least number that `make_local_group` may give a group here: more than it has given, and than torch counts."""
+    return max(_next_number, len(dist.distributed_c10d._world.pg_names))
 
 
-def make_local_group(members: list[int], backend: str, limit: timedelta, groups: int) -> dist.ProcessGroup:
+def make_local_group(
+    members: list[int], backend: str | None, limit: timedelta, number: int, description: str | None = None
+) -> dist.ProcessGroup:
     """Make a group of these ranks, by their numbers in the job; only they call it.
 
-    groups: at least as many as `count_groups` of each of them. torch names such a group by how many groups a rank has,
-    so those with fewer have some of this rank alone meanwhile.
+    number: the greatest `next_group_number` of them. torch names such a group by its ranks and by how many groups this
+    rank has (from 2.15 on, has made). Ranks differ in that; and a number that comes again, once groups were destroyed,
+    gives a name that is in use, or whose addresses in the store are those of a group that is gone. So torch counts
+    `number` groups meanwhile, and as many as before afterwards, as it names groups of all ranks by that too.
     """
-    here = [dist.get_rank()]
-    extra = [
-        dist.new_group(here, limit, "gloo", use_local_synchronization=True) for _ in range(groups - count_groups())
-    ]
-    made: dist.ProcessGroup = dist.new_group(members, limit, backend, use_local_synchronization=True)
-    for group in extra:
-        dist.destroy_process_group(group)
+    global _next_number
+    world = dist.distributed_c10d._world
+    names: dict[object, str] = world.pg_names
+    others, made_before = [object() for _ in range(number - len(names))], world.group_count
+    names.update(dict.fromkeys(others, ""))
+    world.group_count = number
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            members, limit, backend, use_local_synchronization=True, group_desc=description
+        )
+    finally:
+        world.group_count = made_before
+        for other in others:
+            del names[other]
+    _next_number = number + 1
     return made
 
 

@@ -19,7 +19,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from stretto.memory.groups import group_timeout, set_timeout, store_all_gather
+from stretto.memory.groups import group_timeout, make_local_group, next_group_number, set_timeout, store_all_gather
 
 Partition = tuple[tuple[int, ...], ...]
 _Key = tuple[Partition, str, str | None, timedelta]
@@ -130,7 +130,7 @@ def _make(partition: Partition, backend: str | None, timeout: timedelta, descrip
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
     if partition == ((rank,),):
-        made = dist.new_group([rank], timeout, backend, use_local_synchronization=True, group_desc=description)
+        made = make_local_group([rank], backend, timeout, next_group_number(), description)
     elif _can_split(partition, backend, world):
         made = dist.split_group(world, list(map(list, partition)), timeout=timeout, group_desc=description)
     else:

@@ -47,15 +47,20 @@ class GrowingRows:
 
     @torch.no_grad()
     def fetch(self, ids: Tensor, *, grows: bool) -> Tensor:
-        """The rows of a global batch's ids. grows: count them, and give rows to new ones."""
+        """The rows of a global batch's ids. grows: count them, and give rows to new ones.
+
+        Ids that no table has stay outside of this one, so that the look-up refuses them.
+        """
         different, inverse, counts = ids.long().unique(return_inverse=True, return_counts=True)
         rows = self._find(different)
         if grows:
             self._batches += 1
             self._last_used[rows] = self._batches.expand(len(rows))
             self._uses.index_add_(0, rows, counts)
-            is_new = (rows == 0) & (different >= 0)
+            is_new = (rows == 0) & (different >= 0) & (different < self._growth.ids)
             rows[is_new] = self._admit(different[is_new], counts[is_new])
+        rows = torch.where(different < 0, different, rows)
+        rows = torch.where(different < self._growth.ids, rows, different.clamp(min=len(self.ids)))
         return rows[inverse].to(ids.dtype)
 
     def _find(self, ids: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory.pinned import allocate_pinned
 from stretto.parallel.comm.autograd import at_end_of_backward
+from stretto.parallel.comm.collectives import Pending, start_all_reduce
 from stretto.recommendation.growing import GrowingRows
 from stretto.recommendation.pooled_exchange import FusedUpdate, TableLookups
 from stretto.recommendation.table_planner import HitRates
@@ -121,23 +123,43 @@ def _move(source: Tensor, target: Tensor, rows: Tensor, places: Tensor) -> None:
 
 @dataclass(frozen=True)
 class CachedLookups:
-    """A batch that was fetched. slots: its indices, those in caches as slots. ready: once the rows are there."""
+    """A batch that was fetched. slots: its indices, those in caches as slots. ready: once the rows are there.
+
+    refused: why they are not on this rank. refusing: becomes the last rank on which they are not, or -1.
+    """
 
     number: int
     slots: Tensor
     ready: torch.cuda.Event | None
+    refused: ValueError | None
+    refusing: Pending
+
+    def agree(self) -> None:
+        """ValueError on all ranks if one of them could not fetch its rows: the others would wait for its vectors."""
+        rank = int(self.refusing.wait())
+        if self.refused is not None:
+            raise self.refused
+        if rank >= 0:
+            raise ValueError(f"rank {rank} has refused this batch, which is too large for its caches: see its error")
 
 
 class CachedTables:
     """The caches of a rank's tables, and the rows of those that grow, by their places among its shards.
 
-    A batch's rows are fetched on the stream that is current then. It waits for what earlier batches do with slots that
-    it needs, and not for the batch before: `ShardedTables.exchange` on a side stream overlaps with that one's step.
+    All ranks have one if any has such tables, as they agree on whether a batch's rows could be fetched. These are
+    fetched on the stream that is current then. It waits for what earlier batches do with slots that it needs, and not
+    for the batch before: `ShardedTables.exchange` on a side stream overlaps with that one's step.
     """
 
-    def __init__(self, caches: Mapping[int, RowCache | GrowingRows], tables: int, device: torch.device) -> None:
-        """tables: of the rank's shards, those that are no caches included."""
-        self._device = device
+    def __init__(
+        self,
+        caches: Mapping[int, RowCache | GrowingRows],
+        tables: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """tables: of the rank's shards, those that are no caches included. group: sends CPU tensors between ranks."""
+        self._device, self._group = device, group
         self._caches = {place: cache for place, cache in caches.items() if isinstance(cache, RowCache)}
         self._growing = {place: table for place, table in caches.items() if isinstance(table, GrowingRows)}
         self._slots = tuple(self._caches[place].slots if place in self._caches else None for place in range(tables))
@@ -155,7 +177,8 @@ class CachedTables:
         return self._caches[place].rows[slots] if place in self._caches else slots
 
     def fetch(self, lookups: TableLookups) -> TableLookups:
-        """Fetch the rows of a batch. ValueError if a cache is too small for it and the batch before."""
+        """Fetch the rows of a batch; collective. `agree` raises if a cache is too small for it and the batch before."""
+        self._refuse_capture()
         number = self._number = self._number + 1
         kept = self._kept = max(self._kept, number if self._ended == number - 1 else number - 1)
         if self._device.type == "cuda":
@@ -163,24 +186,31 @@ class CachedTables:
             for batch, event in self._done.items():
                 if batch < kept:
                     stream.wait_event(event)
-        slots = lookups.indices.clone()
-        for place, cache in self._caches.items():
-            part = slice(*lookups.ends[place : place + 2])
-            slots[part] = cache.fetch(lookups.indices[part], number, kept)
+        slots, refused = lookups.indices.clone(), None
+        try:
+            for place, cache in self._caches.items():
+                part = slice(*lookups.ends[place : place + 2])
+                slots[part] = cache.fetch(lookups.indices[part], number, kept)
+        except ValueError as error:
+            refused = error
+        own = torch.tensor(-1 if refused is None else self._group.rank())
+        refusing = start_all_reduce(own, self._group, dist.ReduceOp.MAX)
         ready = None
         if self._device.type == "cuda":
             ready = self._done[-1] = stream.record_event()  # the next fetch may be on another stream
-        return replace(lookups, cached=CachedLookups(number, slots, ready))
+        return replace(lookups, cached=CachedLookups(number, slots, ready, refused, refusing))
 
     def use(self, lookups: TableLookups, update: FusedUpdate | None) -> tuple[TableLookups, FusedUpdate | None]:
         """The look-ups by slots, and an update of these; they are fetched again if newer ones may have taken slots.
 
-        Tables grow, unless gradients are disabled.
+        Tables grow, unless gradients are disabled. ValueError where `agree` raises, and in a CUDA graph.
         """
+        self._refuse_capture()
         if lookups.cached is None or self._is_stale(lookups.cached.number):
             lookups = self.fetch(lookups)
         cached = lookups.cached
         assert cached is not None
+        cached.agree()
         if cached.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(cached.ready)
@@ -190,7 +220,7 @@ class CachedTables:
         for place, table in self._growing.items():
             part = slice(*lookups.ends[place : place + 2])
             rows[part] = cached.slots[part] = table.fetch(rows[part], grows=torch.is_grad_enabled())
-        if update is not None:
+        if update is not None and (self._caches or self._growing):
             from stretto.ops.embedding.backward import CachedRows  # takes Triton, as what made the update does
 
             update = replace(update, cached=CachedRows(rows, self._slots))
@@ -229,6 +259,13 @@ class CachedTables:
             found[place] = cache.hits / max(cache.looked_up, 1)
             cache.hits = cache.looked_up = 0
         return found
+
+    def _refuse_capture(self) -> None:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                "a CUDA graph would look up the rows of the batch of its capture, as rows are fetched by the host: "
+                "look up tables that are cached or grow before the graph, and capture what follows"
+            )
 
     def _is_stale(self, number: int) -> bool:
         return number < self._kept

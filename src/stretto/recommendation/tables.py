@@ -16,7 +16,7 @@ from stretto.memory import group_timeout
 from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient
-from stretto.parallel.comm.collectives import Pending, start_all_reduce
+from stretto.parallel.comm.collectives import NO_GROUP, Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
@@ -72,7 +72,6 @@ class ShardedTables(nn.ModuleDict):
         self.dims = tuple(sum(shard.columns for shard in of_rank) for of_rank in placement.shards)
         places = {shard.table: place for place, shard in enumerate(self.shards)}
         of_places = {places[table]: cache for table, cache in (caches or {}).items()}
-        self.caches = CachedTables(of_places, len(places) - len(placement.replicated), device) if caches else None
         if caches:
             self.register_state_dict_pre_hook(_refuse_state_dict)
             self.register_load_state_dict_pre_hook(_refuse_state_dict)
@@ -83,6 +82,10 @@ class ShardedTables(nn.ModuleDict):
             parts = [dist.get_process_group_ranks(group)] if replicas is None else replicas.partition
             limit = timedelta(seconds=group_timeout(group))
             self._host_group = SharedGroups().get(parts, "table indices", backend="gloo", timeout=limit)
+        self.caches: CachedTables | None = None
+        if any(placement.cached) or any(size.growth for size in placement.tables):
+            agreeing = (self._host_group or group) if any(placement.cached) else NO_GROUP  # only caches refuse
+            self.caches = CachedTables(of_places, len(places) - len(placement.replicated), device, agreeing)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))
@@ -90,7 +93,11 @@ class ShardedTables(nn.ModuleDict):
     def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
         """All samples' bags for this rank's shards, from this rank's samples' for all tables."""
         lookups = exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
-        return lookups if self.caches is None or lookups.cached is not None else self.caches.fetch(lookups)
+        if self.caches is not None and lookups.cached is None:
+            lookups = self.caches.fetch(lookups)
+        if lookups.cached is not None:
+            lookups.cached.agree()
+        return lookups
 
     def pool(self, lookups: TableLookups) -> Tensor:
         """This rank's samples' vectors from all tables."""

@@ -43,7 +43,7 @@ from stretto.collectives.two_level.intra_node import (
 from stretto.collectives.two_level.nodes import Nodes, exchange_hosts, find_nodes
 from stretto.collectives.two_level.work import Deadline, InlineRunner, SerialRunner, Work
 from stretto.memory import PeerError, find_own_rank, group_timeout, shared_gpus
-from stretto.memory.groups import count_groups, make_local_group, set_timeout
+from stretto.memory.groups import make_local_group, next_group_number, set_timeout
 from stretto.quantities import require_least
 from stretto.suggestions import name_known
 
@@ -426,9 +426,9 @@ class TwoLevelGroup:
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""
         what = f"(ranks_per_node, (links, part_bytes, algorithms, parts, intra, inter)) = {(ranks_per_node, same)}"
-        given, hosts = zip(*exchange_hosts(self._group, self._timeout, f"{what} {count_groups()}"), strict=True)
+        given, hosts = zip(*exchange_hosts(self._group, self._timeout, f"{what} {next_group_number()}"), strict=True)
         same_of, counts = zip(*(each.rsplit(" ", 1) for each in given), strict=True)
-        self._most_groups = max(map(int, counts))
+        self._next_number = max(map(int, counts))
         for rank, other in enumerate(same_of):
             if other != same_of[0]:
                 raise ValueError(
@@ -449,7 +449,7 @@ class TwoLevelGroup:
             if group_timeout(made) != self._timeout:
                 set_timeout(made, limit)
         else:
-            made = make_local_group(members, key[1], limit, self._most_groups + len(self._sub_groups))
+            made = make_local_group(members, key[1], limit, self._next_number + len(self._sub_groups))
         self._sub_groups.append((key, made))
         return made
 

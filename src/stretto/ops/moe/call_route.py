@@ -11,7 +11,7 @@ from torch import Tensor
 from stretto.collectives.schedule import Schedule
 from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
-from stretto.memory.groups import count_groups, make_local_group
+from stretto.memory.groups import make_local_group, next_group_number
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_group_obstacle, find_nodes, find_routed_obstacle
 from stretto.ops.joint.registry import name_between_nodes, name_schedule
@@ -152,7 +152,7 @@ def _join(
     """The group of all ranks of gather_group's groups, and which of its ranks have parts of the same experts."""
 
     def make() -> tuple[dist.ProcessGroup, ExpertParts]:
-        groups = max(all_gather_data(count_groups(), group, int))
+        groups = max(all_gather_data(next_group_number(), group, int))
         offers = all_gather_data((dist.get_process_group_ranks(group), groups), gather_group, tuple[list[int], int])
         rows = [row for row, _ in offers]
         ranks = sorted(rank for row in rows for rank in row)
