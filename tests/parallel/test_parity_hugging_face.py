@@ -10,6 +10,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -174,6 +175,23 @@ def generated(sizes: Sizes, end: int) -> Tensor:
     model = parallelize(small_llama(), grid)
     with torch.no_grad():
         return model.generate(PROMPTS[my_rows(grid, 4)], eos_token_id=end, **GENERATION)
+
+
+def sampled() -> list[list[int]]:
+    """Tokens sampled on x=2 by ranks that have drawn unequally many random numbers before."""
+    model = parallelize(small_llama(), Grid(x=2))
+    torch.manual_seed(0)
+    if dist.get_rank() == 1:
+        torch.rand(3)
+    tokens: list[list[int]] = model.generate(PROMPTS, max_new_tokens=6, do_sample=True, eos_token_id=None).tolist()
+    return tokens
+
+
+def test_ranks_of_x_sample_the_tokens_that_the_first_of_them_would(ranks):
+    model = small_llama()
+    torch.manual_seed(0)
+    tokens = model.generate(PROMPTS, max_new_tokens=6, do_sample=True, eos_token_id=None).tolist()
+    assert ranks(2).run(sampled) == [tokens, tokens]
 
 
 def saved(folder: str) -> str:

@@ -52,11 +52,12 @@ def base_and_prefix(model: nn.Module) -> tuple[nn.Module, str]:
     return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
 
 
-def generate_in_step(model: nn.Module) -> None:
-    """Have `generate` run on every rank until the last is done: each step gathers weights from all ranks, or sends
-    tokens to their experts.
+def generate_in_step(model: nn.Module, agree: Callable[[], object] | None, *, until_last: bool) -> None:
+    """Have ranks generate the same where they compute parts of the same rows, and go on until the last is done.
 
-    Sets Hugging Face's option synced_gpus, which is off by default.
+    agree: called before each `generate`: gives such ranks one random state, with which they sample the same tokens.
+    until_last: where each step gathers weights from all ranks, or sends tokens to their experts. Sets Hugging Face's
+    option synced_gpus, which is off by default.
     """
     generate: Any = getattr(model, "generate", None)
     if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
@@ -64,7 +65,9 @@ def generate_in_step(model: nn.Module) -> None:
 
     @functools.wraps(generate)
     def generate_on_every_rank(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
-        return generate(*args, synced_gpus=True if synced_gpus is None else synced_gpus, **kwargs)
+        if agree is not None:
+            agree()
+        return generate(*args, synced_gpus=until_last or None if synced_gpus is None else synced_gpus, **kwargs)
 
     model.generate = generate_on_every_rank  # type: ignore[assignment]
 

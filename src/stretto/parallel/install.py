@@ -96,9 +96,12 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps, is_fused=builder.is_fused)
     if plan.is_pretrained and has_roles:
         pretrained_model.compile_inside_of_own_checkpoints(model)
-    if plan.is_pretrained and max(request.grid.size(axis) for axis in ("z", EXPERT)) > 1:
-        pretrained_model.generate_in_step(model)
     if plan.is_pretrained:
+        until_last = max(request.grid.size(axis) for axis in ("z", EXPERT)) > 1
+        random_state = AgreedRandomState((), request.grid, always=True)
+        if until_last or random_state.is_needed:
+            agree = random_state.agree if random_state.is_needed else None
+            pretrained_model.generate_in_step(model, agree, until_last=until_last)
         _batch_over_x(model, request)
     pretrained_model.refuse_saving(model)
     pretrained_model.refuse_resizing(model)

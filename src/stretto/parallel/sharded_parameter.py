@@ -24,12 +24,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types_of_optimizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
 
+# torch's optimizers with fused=True, element by element; DTensor knows Adam's alone.
+_FUSED_UPDATES = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 
@@ -108,9 +110,12 @@ class ShardedParameter(TensorOnGrid):
         finally:
             for tensor, kind in zip(own, kinds, strict=True):
                 tensor.__class__ = kind
-        if is_refused and written:
+        if is_refused and func.overloadpacket in _FUSED_UPDATES:
+            args, kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
+            found = func(*args, **kwargs)
+        elif is_refused and written:
             return _edit_whole(func, written, args, kwargs)
-        if is_refused:  # such as to flatten shards of uneven sizes
+        elif is_refused:  # such as to flatten shards of uneven sizes
             found = _run_whole(func, own[0], args, kwargs)
         if written:
             _count_writes(written)

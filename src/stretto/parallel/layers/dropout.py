@@ -128,26 +128,42 @@ class AgreedRandomState:
         )
         if not draws or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return
-        own = (torch.get_rng_state(), *([torch.cuda.get_rng_state(self._device)] if on_gpu else []))
-        key = b"".join(state.numpy().tobytes() for state in own)
-        if in_backward():
-            agreed = self._agreed.get(key, own)
-        else:
-            agreed = tuple(self._take_first(state.clone()) for state in own)
-            if all(map(torch.equal, agreed, own)):
-                return
-            self._agreed[key] = agreed
-            if len(self._agreed) > _MAX_AGREED:
-                del self._agreed[next(iter(self._agreed))]
-        torch.set_rng_state(agreed[0])
-        if on_gpu:
-            torch.cuda.set_rng_state(agreed[1], self._device)
+        if not in_backward():
+            own = self._own()
+            if agreed := self.agree():
+                self._agreed[_key_of(own)] = agreed
+                if len(self._agreed) > _MAX_AGREED:
+                    del self._agreed[next(iter(self._agreed))]
+        elif agreed := self._agreed.get(_key_of(self._own()), ()):
+            self._set(agreed)
+
+    def agree(self) -> tuple[Tensor, ...]:
+        """Take the first rank's state; returns it, or () where this rank had it. Collective."""
+        own = self._own()
+        agreed = tuple(self._take_first(state.clone()) for state in own)
+        if all(map(torch.equal, agreed, own)):
+            return ()
+        self._set(agreed)
+        return agreed
+
+    def _own(self) -> tuple[Tensor, ...]:
+        of_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return torch.get_rng_state(), *of_gpu
+
+    def _set(self, states: tuple[Tensor, ...]) -> None:
+        torch.set_rng_state(states[0])
+        for of_gpu in states[1:]:
+            torch.cuda.set_rng_state(of_gpu, self._device)
 
     def _take_first(self, state: Tensor) -> Tensor:
         for group in self._groups:
             has_host = torch.device("cpu") in group._device_types
             state = broadcast(state if has_host else state.to(self._device), group).cpu()
         return state
+
+
+def _key_of(states: tuple[Tensor, ...]) -> bytes:
+    return b"".join(state.numpy().tobytes() for state in states)
 
 
 @contextmanager
