@@ -258,7 +258,7 @@ def test_folders_of_documents_name_what_they_cannot_read(tmp_path: Path) -> None
     write_parquet(tmp_path / "a.parquet", TEXTS)
     with mock.patch("importlib.util.find_spec", return_value=None), pytest.raises(ValueError, match=r"stretto\[data\]"):
         open_dataset(str(tmp_path / "a.parquet"), seq_len=4)
-    with pytest.raises(ValueError, match="the data has 0 tokens"):
+    with pytest.raises(ValueError, match=r"^(?!.*\.docs).*: the data has 0 tokens"):
         open_dataset(str(write_jsonl(tmp_path / "e.jsonl", ["", ""])), seq_len=4)
     (tmp_path / "n.jsonl").write_text('{"text": [3, -1]}')
     with pytest.raises(ValueError, match=r"token ids are from -1 to 3"):

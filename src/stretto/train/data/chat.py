@@ -85,7 +85,7 @@ class ChatDataset(SequenceDataset):
         self.seq_len, self.vocab_size = seq_len, vocab_size
         lengths, firsts = _read_table(cached)
         count = len(lengths)
-        self._stream = TokenStream([Segment(cached, "<u4", file_size(cached) // 4)], is_cache=True)
+        self._stream = TokenStream([Segment(cached, "<u4", file_size(cached) // 4)], made_of=cached)
         starts = np.cumsum(lengths) - lengths
         is_used = firsts <= np.minimum(seq_len, lengths - 1)
         if not is_used.any():

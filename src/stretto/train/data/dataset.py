@@ -67,7 +67,7 @@ class TokenDataset(SequenceDataset):
         if stream.tokens < seq_len + 1:
             remedy = f"set seq_len to at most {stream.tokens - 1}" if stream.tokens > 1 else "give it more text"
             raise ValueError(
-                f"{stream.segments[0].path}: the data has {stream.tokens} tokens, but a sequence of "
+                f"{stream.source}: the data has {stream.tokens} tokens, but a sequence of "
                 f"seq_len={seq_len} takes {seq_len + 1}, the last one as a target: {remedy}"
             )
         self._stream = stream

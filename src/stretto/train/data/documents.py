@@ -207,7 +207,7 @@ class DocumentStream(TokenStream):
     """
 
     def __init__(self, cached: Sequence[CachedDocuments]) -> None:
-        super().__init__([each.segment for each in cached], is_cache=True)
+        super().__init__([each.segment for each in cached], made_of=cached[0].source)
         self._cached = tuple(cached)
 
     @cached_property

@@ -106,7 +106,7 @@ def open_dataset(
 
 
 def _check_weights(weights: Sequence[float], paths: int) -> None:
-    if len(weights) != paths or not all(0 < weight < math.inf for weight in weights):
+    if len(weights) != paths or not all(isinstance(each, int | float) and 0 < each < math.inf for each in weights):
         raise ValueError(f"weights={list(weights)} must be {paths} numbers above 0, one for each path")
 
 

@@ -35,11 +35,12 @@ class Segment:
 class TokenStream:
     """The concatenated ids of all segments. A file is opened when it is first read, and must not change from now on.
 
-    is_cache: the file was made from others, and can be made again.
+    made_of: the first of the files of which the segments were made, and can be made again.
     """
 
-    def __init__(self, segments: Iterable[Segment], *, is_cache: bool = False) -> None:
-        self.segments, self._is_cache = tuple(segments), is_cache
+    def __init__(self, segments: Iterable[Segment], *, made_of: Path | None = None) -> None:
+        self.segments, self._is_cache = tuple(segments), made_of is not None
+        self.source = made_of or self.segments[0].path
         self._modified = [modified_at(segment.path) for segment in self.segments]
         self._ends = np.cumsum([segment.tokens for segment in self.segments], dtype=np.int64)
         self._files: dict[int, DataFile] = {}

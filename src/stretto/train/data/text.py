@@ -66,7 +66,7 @@ def open_tokenized(files: Sequence[Path], tokenizer_path: Path) -> tuple[TokenSt
             raise ValueError(f"{files[0]}: {tokenizer_path} makes no tokens of its text")
 
     cached = cached_file(f"tokens/{cache_key(text, description)}.bin", write_ids)
-    return TokenStream([Segment(cached, dtype, file_size(cached) // np.dtype(dtype).itemsize)], is_cache=True), vocab
+    return TokenStream([Segment(cached, dtype, file_size(cached) // np.dtype(dtype).itemsize)], made_of=files[0]), vocab
 
 
 def vocab_of(tokenizer: "Tokenizer") -> int:
