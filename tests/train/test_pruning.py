@@ -298,6 +298,7 @@ def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
         ({"sparsity": 0.5, "scope": "row"}, "scope is 'row', but must be 'layer' or 'global'"),
         ({"sparsity": 0.5, "method": "random"}, "method is 'random', but must be 'magnitude'"),
         ({"sparsity": 0.5, "exclude": ["layers.*"]}, "there is nothing to prune"),
+        ({"sparsity": 0.5, "exclude": ["layer.*"]}, "exclude has 'layer.*', which names no parameter"),
         ({"sparsity": 0.5, "method": {}}, "masks are given, which say what is left"),
         ({"sparsity": None, "method": {}}, "masks are of no number"),
         ({"sparsity": None, "method": {"a": torch.ones(1)}}, "a mask is of 'a', which is no parameter"),

@@ -5,7 +5,7 @@ Masks depend on the whole weights, and not on the grid: each rank gathers one pa
 of all its numbers, and keeps the mask of its own shard.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
@@ -24,6 +24,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layout import TensorOnGrid, gather, has_layout, layout_of, place_like, place_on, shard_like
 from stretto.parallel.state import ParallelState, state_of
+from stretto.suggestions import did_you_mean
 from stretto.train.bit_hash import hash_bits
 from stretto.train.optimizer import local_shard
 
@@ -98,6 +99,10 @@ def _choose(
     exclude: Sequence[str],
     weights: Callable[[str], Tensor] | None,
 ) -> Masks:
+    names = [name for name, _ in _whole_parameters(model)]
+    for pattern in exclude:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"exclude has {pattern!r}, which names no parameter{did_you_mean(pattern, names)}")
     parameters = prunable(model, exclude)
     if not _sum_over_ranks(model, float(len(parameters))):
         raise ValueError(
@@ -146,9 +151,7 @@ def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool
 
 
 def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
-    from stretto.parallel.pipeline.stages import whole_model
-
-    shapes = {name: tuple(parameter.shape) for name, parameter in whole_model(model).named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in _whole_parameters(model)}
     for name, mask in given.items():
         if not isinstance(mask, Tensor):
             raise ValueError(f"the mask of {name} is a {type(mask).__name__}, but must be a tensor of bools")
@@ -162,6 +165,13 @@ def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
         raise ValueError("masks are of no number; prune(model, 0.9) chooses some")
     masks = {name: WeightMask.of(_shard(mask, own[name]) != 0) for name, mask in given.items() if name in own}
     return Masks(masks, 1 - left / size)
+
+
+def _whole_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of all pipeline stages, and their names."""
+    from stretto.parallel.pipeline.stages import whole_model
+
+    return whole_model(model).named_parameters()
 
 
 def _gather(shard: Tensor, parameter: nn.Parameter) -> Tensor:
