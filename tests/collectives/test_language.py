@@ -95,6 +95,12 @@ def test_invalid_arguments_raise(do, why):
     assert str(caught.value).startswith(__file__)
 
 
+@pytest.mark.parametrize(("make", "why"), [(lambda: AllGather(2.5), "not 2.5"), (lambda: AllReduce("2", 4), "not '2'")])
+def test_a_collective_of_no_number_of_ranks_is_refused(make, why):
+    with pytest.raises(ValueError, match=f"a collective has 1 to 4096 ranks, {why}"):
+        make()
+
+
 def test_references_split_and_group():
     with trace(AllReduce(2, 6)):
         first, second = chunk(0, "in", 0, 4).split(2)

@@ -17,10 +17,13 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 
 
-def step_of_adamw(p: Tensor) -> None:
-    p.grad = p.detach() * 2
-    torch.optim.AdamW([p], lr=0.1).step()
-    p.grad = None
+def step_of(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Tensor], None]:
+    def step(p: Tensor) -> None:
+        p.grad = p.detach() * 2
+        optimizer([p], lr=0.1, **options).step()
+        p.grad = None
+
+    return step
 
 
 def write_twice_to_a_view(p: Tensor) -> None:
@@ -90,7 +93,9 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "vector of parameters": lambda p: vector_to_parameters(parameters_to_vector([p]) * 2, [p]),
     "p *= 2": lambda p: p.mul_(2),
     "_foreach_add_": lambda p: torch._foreach_add_([p, p], 1.0),
-    "AdamW": step_of_adamw,
+    "AdamW": step_of(torch.optim.AdamW),
+    "fused SGD": step_of(torch.optim.SGD, momentum=0.9, fused=True),
+    "fused Adagrad": step_of(torch.optim.Adagrad, fused=True),
     "two writes to a view": write_twice_to_a_view,
     "a view that is read after a write": write_what_a_view_shows,
 }

@@ -61,11 +61,11 @@ class Collective:
     is_unknown: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ranks <= MAX_RANKS:
-            raise ValueError(f"a collective has 1 to {MAX_RANKS} ranks, not {self.ranks}")
+        if not (isinstance(self.ranks, int) and 1 <= self.ranks <= MAX_RANKS):
+            raise ValueError(f"a collective has 1 to {MAX_RANKS} ranks, not {self.ranks!r}")
         for what, count in (("input", self.input_chunks), ("output", self.output_chunks)):
-            if not 0 <= count <= MAX_CHUNKS:
-                raise ValueError(f"a buffer has 0 to {MAX_CHUNKS} chunks, not {count} ({what} of {self.name})")
+            if not (isinstance(count, int) and 0 <= count <= MAX_CHUNKS):
+                raise ValueError(f"a buffer has 0 to {MAX_CHUNKS} chunks, not {count!r} ({what} of {self.name})")
         if self.ranks * (self.input_chunks + self.output_chunks) > MAX_PLACES:
             raise ValueError(
                 f"{self.ranks} ranks of {self.input_chunks} + {self.output_chunks} chunks are more than {MAX_PLACES} "
