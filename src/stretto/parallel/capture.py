@@ -134,7 +134,7 @@ def _explaining_failures(stream: torch.cuda.Stream) -> Iterator[None]:
         while first.__context__ is not None:
             first = first.__context__
         if "captur" not in str(first):
-            raise first
+            raise first from None
         raise RuntimeError(
             "the step cannot be captured as a CUDA graph: something in it makes the host wait for the GPU or draw "
             "random numbers (.item(), a branch on a tensor, dropout of a model on x or y). The error's cause says "
