@@ -42,9 +42,7 @@ def serve(measure_all: Callable[[dict[str, Any]], object]) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     given, path, world, rank = sys.argv[1:]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(path, int(world)), rank=int(rank), world_size=int(world)
-    )
+    dist.init_process_group("gloo", store=dist.FileStore(path, int(world)), rank=int(rank), world_size=int(world))
     print(json.dumps(measure_all(json.loads(given))), file=answers, flush=True)
     dist.barrier()
     dist.destroy_process_group()
