@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lab.two_level.between_nodes import GPUS, NODES, PARTS, PUT_SIZES, TILE_BYTES
 from lab.two_level.rank import interleave, serve
-from stretto.bench.network import IN_FLIGHT, Slots
+from stretto.bench.network import IN_FLIGHT, PutStream
 from stretto.cluster.two_level import Links
 from stretto.collectives import Schedule
 from stretto.collectives.algorithm import algorithm
@@ -71,7 +71,7 @@ def _measure_puts(given: dict[str, Any]) -> list[tuple[int, float]]:
     """(puts each way, median seconds) of each size."""
     memory = allocate(2 * IN_FLIGHT * max(PUT_SIZES), signals=3, timeout=_TIMEOUT)
     assert isinstance(memory, HostMemory)
-    slots, found = Slots(memory, 1 - dist.get_rank()), []
+    slots, found = PutStream(memory, 1 - dist.get_rank()), []
     for size in PUT_SIZES:
         count = max(4 * given["megabytes"] * 1_000_000 // size, 2 * IN_FLIGHT)  # the first and the last one count less
         seconds = []
@@ -86,7 +86,7 @@ def _measure_puts(given: dict[str, Any]) -> list[tuple[int, float]]:
 
 def _measure_all_reduce(given: dict[str, Any]) -> dict[str, Any]:
     """Median seconds of each number of `PARTS`, and of an all-reduce of nearly nothing."""
-    tensor, runs = torch.ones(given["megabytes"] * 250_000), {}
+    tensor, runs = torch.ones(given["megabytes"] * 250_000), dict[str, Callable[[], object]]()
     for parts in PARTS:
         group = TwoLevelGroup(parts=parts)
         runs[str(parts)] = partial(group.all_reduce, tensor, algorithm="ring")
@@ -98,7 +98,7 @@ def _measure_all_reduce(given: dict[str, Any]) -> dict[str, Any]:
 
 def _measure_schedules(kind: str, given: dict[str, Any]) -> dict[str, Any]:
     """Of each schedule median seconds, those of a call of nearly nothing, and all ranks' messages between nodes."""
-    found, runs, rank = {}, dict[str, Callable[[], object]](), dist.get_rank()
+    found, runs, rank = dict[str, dict[str, float]](), dict[str, Callable[[], object]](), dist.get_rank()
     for schedule in SCHEDULES[kind]():
         for name, size in ((schedule.name, given["megabytes"] * 250_000), (f"{schedule.name} overhead", 1)):
             chunks = schedule.collective.input_chunks
@@ -142,7 +142,8 @@ def _measure_training(axis: str, given: dict[str, Any]) -> dict[str, float]:
             return whole(*arguments, links=links, algorithms=chosen, **options)
 
         torch.manual_seed(1)
-        grid = Grid(**{axis: dist.get_world_size()})
+        world = dist.get_world_size()
+        grid = Grid(z=world) if axis == "z" else Grid(data=world)
         mode: Any = False if how == "flat" else "auto" if how == "auto" else True
         with mock.patch.object(of_training, "TwoLevelGroup", make):
             model = parallelize(GPT(config), grid, two_level=mode)

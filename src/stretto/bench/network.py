@@ -56,14 +56,14 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
     peer = 1 - dist.get_rank()
     connection = _connect(peer)
     rows = []
-    slots: dict[str, Slots] = {}
+    slots: dict[str, PutStream] = {}
     idle: dict[str, float] = {}
     for name in setting.proxies:
         os.environ[PROXY_VARIABLE] = name
         group = dist.new_group()  # whose endpoint has this proxy
         memory = allocate(2 * IN_FLIGHT * setting.largest, group, signals=3, timeout=_TIMEOUT)
         assert isinstance(memory, HostMemory)
-        slots[name] = Slots(memory, peer)
+        slots[name] = PutStream(memory, peer)
         idle[name] = _measure_idle(memory, setting.idle_seconds)
     for size in setting.sizes:
         count = max(setting.megabytes * 1_000_000 // size, 2 * IN_FLIGHT)
@@ -137,7 +137,7 @@ def _send_all(connection: socket.socket, size: int, count: int) -> float:
 
 
 @dataclass
-class Slots:
+class PutStream:
     """This rank's end of puts to its peer, and how many slices have come and been given back in all runs so far."""
 
     memory: HostMemory

@@ -186,7 +186,7 @@ def _gpus() -> Iterator[Finding]:
             "ranks are processes over gloo, schedules run on the host, kernels are interpreted (TRITON_INTERPRET=1)",
         )
         return
-    from stretto.memory.network.gin import find_gin_obstacle
+    from stretto.memory.network.interfaces import find_gin_obstacle
 
     for index in range(count):
         about = torch.cuda.get_device_properties(index)

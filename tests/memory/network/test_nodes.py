@@ -15,7 +15,7 @@ from tests.collectives.random_programs import random_program
 from stretto.collectives import compile_program
 from stretto.collectives.executor import run_on_host, simulate
 from stretto.memory import PeerError, Reach, allocate
-from stretto.memory.network import gin
+from stretto.memory.network import interfaces
 from stretto.memory.network.endpoint import choose_proxy
 
 SEED = 63
@@ -148,8 +148,8 @@ def test_nccls_device_api_is_refused_with_the_reason(monkeypatch, tmp_path, vers
         (tmp_path / "nccl_device.h").touch()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: version is not None)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
-    monkeypatch.setattr(gin, "_RDMA_DEVICES", tmp_path / "infiniband")
-    monkeypatch.setattr(gin, "_list_include_folders", lambda: [tmp_path])
+    monkeypatch.setattr(interfaces, "_RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(interfaces, "_list_nccl_includes", lambda: [tmp_path])
     monkeypatch.setenv("STRETTO_PROXY", "gin")
     with pytest.raises(ValueError, match=f"STRETTO_PROXY=gin: .*{re.escape(words)}.*; auto, native, python would do"):
         choose_proxy()

@@ -15,8 +15,7 @@ from torch import Tensor
 from stretto.memory.groups import exchange, find_own_rank, group_timeout
 from stretto.memory.network.descriptors import Fifo, Put
 from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
-from stretto.memory.network.gin import find_gin_obstacle
-from stretto.memory.network.interfaces import NetworkInterface, find_interface
+from stretto.memory.network.interfaces import NetworkInterface, find_gin_obstacle, find_interface
 from stretto.memory.network.native import NativeProxy, load_library
 from stretto.memory.network.proxy import Proxy
 from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
