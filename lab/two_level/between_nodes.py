@@ -8,7 +8,8 @@
     training      steps on four nodes of two ranks by each algorithm, on three networks, beside the fastest one
 
 Bandwidths are the kernel's token buckets'. What is predicted is given them as they were set, and the time of a call
-without data, measured in the same run.
+without data, measured in the same run; of training, `plan`'s exposed communication and a step without any. (gloo's own
+reduce-scatter, of z's "flat", sends as much as an all-reduce.)
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +22,15 @@ from lab.two_level.run import run_ranks_on
 from stretto.bench.settings import Option
 
 if TYPE_CHECKING:
+    from stretto.cluster.two_level import Links
+    from stretto.execution import TwoLevel
     from stretto.simulator.network import NetworkTopology
 
 KINDS = ("puts", "all-reduce", "all-to-next", "all-to-all", "training")
 NODES, GPUS = 3, 4
 PUT_SIZES = (256 << 10, 1 << 20, 4 << 20)
 PARTS = (1, 2, 4, 8)
+MODEL = {"layers": 2, "hidden": 256, "heads": 8, "vocab": 64, "max_seq_len": 16}
 TILE_BYTES = 64 << 10
 _LIMIT = 900.0  # seconds of a kind: twelve processes import torch on few cores
 _MEGABIT = 1e6 / 8
@@ -176,12 +180,38 @@ def _measure_training(setting: BetweenNodesSetting) -> Iterator[Row]:
             network.leaf_nodes, slower if network.leaves > 1 else 1.0,
         )  # fmt: skip
         for axis, seconds in _run(setting, network, 2, nodes="4x2", links=asdict(links)).items():
+            alone = seconds.pop("alone")
             best = min(seconds.values())
             for how, each in seconds.items():
+                modes: dict[str, TwoLevel] = {"flat": False, "auto": "auto"} if network.leaves == 1 else {}
+                predicted = alone + _plan(axis, links, modes[how]) if how in modes else None
                 yield Row(
                     "training", f"{axis}=8, {name}: {how}", each * 1e3, "the fastest", best * 1e3, best / each,
-                    0.95 if how == "auto" else None,
+                    0.95 if how == "auto" else None, None if predicted is None else predicted * 1e3,
+                    None if predicted is None else predicted / each - 1,
                 )  # fmt: skip
+
+
+def _plan(axis: str, links: "Links", two_level: "TwoLevel") -> float:
+    """The seconds of communication that `plan` leaves exposed in a step, beside which it expects no computation."""
+    from stretto.cluster import Cluster
+    from stretto.cluster.model import GPU, FlopRates, NetworkLink, NodeLink
+    from stretto.models import GPTConfig
+    from stretto.planner import predict
+
+    cluster = Cluster(
+        name="namespaces",
+        gpus_per_node=2,
+        nics_per_node=1,
+        gpu=GPU(name="a core", memory=1e10, memory_bandwidth=1e15, peak_flops=FlopRates(fp32=1e15)),
+        in_node=NodeLink(links.in_node_bandwidth, latency=links.in_node_latency),
+        between_nodes=NetworkLink(links.node_bandwidth, links.latency),
+    )
+    found = predict(
+        GPTConfig(**MODEL), cluster, grid={axis: 8}, batch=8, seq_len=MODEL["max_seq_len"], dtype="fp32",
+        two_level=two_level,
+    )  # fmt: skip
+    return sum(found.exposed.values())
 
 
 BENCH = Bench(

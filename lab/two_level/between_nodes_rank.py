@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lab.two_level.between_nodes import GPUS, NODES, PARTS, PUT_SIZES, TILE_BYTES
+from lab.two_level.between_nodes import GPUS, MODEL, NODES, PARTS, PUT_SIZES, TILE_BYTES
 from lab.two_level.rank import interleave, serve
 from stretto.bench.network import IN_FLIGHT, PutStream
 from stretto.cluster.two_level import Links
@@ -129,10 +129,9 @@ def _count_messages(run: Callable[[], object]) -> int:
 
 
 def _measure_training(axis: str, given: dict[str, Any]) -> dict[str, float]:
-    """Median seconds of a step by the library, by each algorithm, and by the model's choice given these links."""
+    """Median seconds of a step by the library, by each algorithm, by the model's choice for these links, and alone."""
     links, whole = Links(**given["links"]), TwoLevelGroup
-    runs: dict[str, Callable[[], object]] = {}
-    config = GPTConfig(layers=2, hidden=256, heads=8, vocab=64, max_seq_len=16)
+    models: dict[str, Any] = {"alone": GPT(GPTConfig(**MODEL))}
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     for how, algorithms in {"flat": (), "ring": ("ring",), "recursive": ("recursive",), "auto": None}.items():
 
@@ -146,13 +145,13 @@ def _measure_training(axis: str, given: dict[str, Any]) -> dict[str, float]:
         grid = Grid(z=world) if axis == "z" else Grid(data=world)
         mode: Any = False if how == "flat" else "auto" if how == "auto" else True
         with mock.patch.object(of_training, "TwoLevelGroup", make):
-            model = parallelize(GPT(config), grid, two_level=mode)
+            models[how] = parallelize(GPT(GPTConfig(**MODEL)), grid, two_level=mode)
 
-        def step(model: Any = model) -> None:
-            model.zero_grad()
-            model(tokens).float().square().mean().backward()
+    def step(model: Any) -> None:
+        model.zero_grad()
+        model(tokens).float().square().mean().backward()
 
-        runs[how] = step
+    runs: dict[str, Callable[[], object]] = {how: partial(step, model) for how, model in models.items()}
     return {name: times["median"] for name, times in interleave(runs, given["repeats"]).items()}
 
 

@@ -223,7 +223,7 @@ def test_rows_between_namespaces_say_what_was_asked_and_predicted(monkeypatch):
             case "all-reduce":
                 return {"seconds": [1.0, 0.8, 0.6, 0.5], "overhead": 1e-3}
             case "training":
-                return {"z": {"flat": 1.0, "auto": 0.5}}
+                return {"z": {"alone": 0.1, "flat": 1.0, "auto": 0.5}}
         return {one.name: {"seconds": 1.0, "overhead": 1e-3, "messages": 4} for one in SCHEDULES[setting.only[0]]()}
 
     monkeypatch.setattr(between_nodes, "require_namespaces", lambda: None)
@@ -233,5 +233,8 @@ def test_rows_between_namespaces_say_what_was_asked_and_predicted(monkeypatch):
     assert [row.ratio for row in rows if row.kind == "puts"] == pytest.approx([1.0] * 3)
     assert [row.ratio for row in rows if row.kind == "all-reduce"] == pytest.approx([1.25, 1 / 0.6, 2.0])
     assert [row.asked for row in rows if row.what == "all-to-next"] == [3.0]
+    flat, auto, *_, without, other = (row.predicted_ms for row in rows if row.kind == "training")
+    assert flat > auto > 800  # the fewest bytes over a link take so long: 6.4 MB to and fro
+    assert without is other is None  # `plan` knows no trunk
     with pytest.raises(ValueError, match="there is no kind 'put': puts, all-reduce, "):
         BetweenNodesSetting(only=("put",))
