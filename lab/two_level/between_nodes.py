@@ -166,12 +166,12 @@ def _measure_schedules(setting: BetweenNodesSetting) -> Iterator[Row]:
 
 
 def _measure_training(setting: BetweenNodesSetting) -> Iterator[Row]:
-    """Networks of 4 nodes: fast loopbacks; as fast as links; and a trunk that the halves of the nodes share."""
+    """Networks of 4 nodes: fast inside; as fast for each rank there as between; a trunk that halves of the nodes share."""
     from stretto.cluster.two_level import Links
 
     for name, network in (
         ("nodes 8 times as fast inside", setting.network(4, loopback=8.0)),
-        ("as fast inside", setting.network(4, loopback=1.0)),
+        ("each rank as fast inside", setting.network(4, loopback=2.0)),
         ("8 times, one trunk", setting.network(4, loopback=8.0, leaves=2)),
     ):
         slower = max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth)
