@@ -166,7 +166,7 @@ def _measure_schedules(setting: BetweenNodesSetting) -> Iterator[Row]:
 
 
 def _measure_training(setting: BetweenNodesSetting) -> Iterator[Row]:
-    """Four nodes: fast inside; as fast for each rank inside as between nodes; with a trunk that halves of them share."""
+    """Four nodes: fast inside; as fast for each rank inside as between nodes; and with a trunk between two halves."""
     from stretto.cluster.two_level import Links
 
     for name, network in (
