@@ -50,6 +50,21 @@ def test_the_readme_counts_the_algorithms() -> None:
     assert "Nineteen algorithms" in (ROOT / "README.md").read_text()
 
 
+def test_every_result_of_the_readme_names_its_runs_commits() -> None:
+    index = [line for line in INDEX.read_text().splitlines() if line.startswith("| [")]
+    table = (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n- ")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 10
+    for *_, measured, run, _ in rows:
+        (link,) = LINK.findall(measured)
+        folder = re.match(r"lab/results/([^/]+)/", link)
+        named = f"| [{folder[1]}](" if folder else link.partition("#")[0]  # a page of docs quotes its runs
+        runs = " ".join(line for line in index if named in line)
+        commits = re.findall(r"\b[0-9a-f]{8}\b", run)
+        assert commits, link
+        assert [commit for commit in commits if commit not in runs] == [], link
+
+
 def test_the_reference_has_an_entry_for_every_name_that_a_package_exports() -> None:
     reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))
     packages = reference["find_public_names"]()
