@@ -66,6 +66,7 @@ def test_four_parts_of_a_vocabulary_draw_the_tokens_of_one(ranks: MakeRanks) -> 
                 assert torch.equal(next(found), expected), (vocab, setting)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), SETTINGS)
 def test_drawn_tokens_have_the_frequencies_that_transformers_warpers_leave(
     temperature: float, top_k: int, top_p: float
