@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.ops.invariant.kernels import choose_blocks, multiply_leaves
+from stretto.ops.gemm import Blocks
+from stretto.ops.invariant.kernels import Tile, choose_blocks, multiply_in_parts, multiply_leaves
+from stretto.ops.invariant.matmul import add_by_tree
 from tests.gpu.test_operators import poison
 from tests.ops.decoding.sequences import Batch, make_batch
 
@@ -164,16 +166,24 @@ def compare_ranks(n: int, k: int, dtype: torch.dtype, *, tries_all: bool) -> dic
     same["transposed"] = torch.equal(ops.invariant_matmul(whole, weight.t().contiguous().t()), plain)
     for leaves in (1, 8):
         right = multiply_leaves(whole, weight, None, leaves, torch.float32)
-        for m in (64, 768):
+        for m in (8, 64, 768):
             first = choose_blocks(m, n, k // leaves, dtype.itemsize, 132)
             shapes = [(first.m, width) for width in (16, 32, 64, 128)] + [(64, 256), (128, 64)]
-            for height, width in shapes if tries_all else (shapes[0], (64, 256)):
+            turned = [(height, width) for height in (16, 64) for width in (64, 128) if m <= 64]
+            for place, (height, width) in enumerate(
+                [*shapes, *turned] if tries_all else [shapes[0], (64, 256), *turned]
+            ):
+                is_turned = place >= (len(shapes) if tries_all else 2)
                 for depth in (16, 32, 64, 128) if tries_all else (16, 64):
                     if depth > first.k or (height + width) * depth * dtype.itemsize * 2 > 200_000:
                         continue
-                    blocks = first._replace(m=height, n=width, k=depth, num_stages=2)
-                    found = multiply_leaves(whole[:m], weight, None, leaves, torch.float32, blocks)
-                    same[f"{leaves} leaves, {blocks}"] = torch.equal(found, right[:m])
+                    tile = Tile(first._replace(m=height, n=width, k=depth, num_stages=2), 1, is_turned)
+                    found = multiply_leaves(whole[:m], weight, None, leaves, torch.float32, tile)
+                    same[f"{leaves} leaves, {tile}"] = torch.equal(found, right[:m])
+    for parts in (2, 4, 8):
+        tile = Tile(Blocks(16, 64, 16, 1, 4, 3, 0), parts, is_turned=True)
+        sums = multiply_in_parts(whole[:8], weight, 8, tile)
+        same[f"{parts} parts"] = torch.equal(add_by_tree(list(sums)), right[:8])
     return same
 
 

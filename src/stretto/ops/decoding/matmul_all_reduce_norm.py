@@ -12,7 +12,7 @@ from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
 from stretto.ops.gemm import GroupProduct
-from stretto.ops.invariant.kernels import multiply_and_sum
+from stretto.ops.invariant.kernels import FEW_ROWS, multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
 from stretto.ops.operator import (
@@ -31,6 +31,7 @@ from stretto.ops.row_sums.norm import (
     Norm,
     NormOperands,
     add_norm,
+    can_launch,
     require_norm,
     require_norm_operands,
 )
@@ -174,6 +175,8 @@ def multiply_sum_norm(
             return multiply_and_sum("matmul_all_reduce_norm", "push", x[rows], weight, leaves, sums, group, norm)
 
         return add_in_parts(add, m, count_rows_at_a_time(n, torch.float32, world))
+    if world == 1 and can_launch(x) and m <= FEW_ROWS and n <= MAX_COLUMNS:
+        return add_norm(multiply_in_parts(x, weight, leaves), operands, norm)
     total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
     return add_norm(total, operands._replace(bias=None), norm)
 
