@@ -60,14 +60,14 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     rows: list[dict[str, Any]] = []
     peers = {"generate", "batch", "gpt-fast"}.difference(setting.skip) if ranks == 1 else set()
     plain = _make(setting, grid.device) if peers else None
-    longest, most = max(setting.context + setting.new_tokens, *setting.prompts), max(setting.batches)
-    tokens = max(most * (setting.context + setting.new_tokens + 32), longest + 32)
+    most = max(setting.batches)
+    tokens = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), *setting.prompts) + 32
     engines = {
         name: Engine(
             parallelize(_make(setting, grid.device), grid, invariant=name == "invariant"),
             most,
             tokens,
-            chunk=max(2048, *setting.prompts),
+            chunk=_chunk(setting),
         )
         for name in ("stretto", *(["invariant"] if setting.invariant else []))
     }
@@ -146,19 +146,33 @@ def _time(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
     )
 
 
+def _chunk(setting: InferenceSetting) -> int:
+    """Tokens of an engine's step."""
+    return max(2048, *setting.prompts)
+
+
+def _new_tokens(setting: InferenceSetting, batch: int) -> list[int]:
+    """The tokens of each request of a batch: so many that none ends before all have decoded `new_tokens` steps together.
+
+    Steps of fewer requests would run other graphs, which are not captured yet.
+    """
+    chunk = _chunk(setting)
+    joining = 2 + -(-batch * setting.context // max(chunk // 2, chunk - batch))  # steps until the last one decodes
+    return [setting.new_tokens + 2 + joining - number * setting.context // chunk for number in range(batch)]
+
+
 def _decode(engine: Engine, setting: InferenceSetting, batch: int) -> float:
     """Seconds of a step that decodes the batch, while the cache grows from the context on."""
-    steps = setting.new_tokens
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(engine.vocab, (batch, setting.context), generator=generator).tolist()
-    requests = [engine.submit(prompt, steps + 1, stop=()) for prompt in prompts]
+    lengths = _new_tokens(setting, batch)
+    requests = [engine.submit(prompt, length, stop=()) for prompt, length in zip(prompts, lengths, strict=True)]
     while not all(request.tokens for request in requests):
         engine.step()
-    before = min(len(request.tokens) for request in requests)
     begun = _now()
-    while any(len(request.tokens) < steps for request in requests):
+    for _ in range(setting.new_tokens):
         engine.step()
-    seconds = (_now() - begun) / (steps - before)
+    seconds = (_now() - begun) / setting.new_tokens
     while engine.step():
         pass
     return seconds
