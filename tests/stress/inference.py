@@ -27,7 +27,7 @@ _SUMS = "ops.row_sums.kernel.sum_and_normalize"
 _EXPERTS = "ops.invariant.grouped.sum_expert_leaves"
 _ROTATION = "ops.decoding.rotary_cache.rotate_and_store_heads"
 _NORM = "ops.row_sums.norm.add_and_normalize"
-_PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "merge_splits", "attend_chunks"))
+_PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "attend_chunks"))
 
 
 class SumCase(WorkspaceCase):

@@ -152,7 +152,7 @@ def _chunk(setting: InferenceSetting) -> int:
 
 
 def _new_tokens(setting: InferenceSetting, batch: int) -> list[int]:
-    """The tokens of each request of a batch: so many that none ends before all have decoded `new_tokens` steps together.
+    """The tokens of each request of a batch: none ends before all have decoded `new_tokens` steps together.
 
     Steps of fewer requests would run other graphs, which are not captured yet.
     """

@@ -106,14 +106,17 @@ class Engine:
             x = grid.communicator("x")
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
         slots = {"slots": max_batch, "longest": self._longest, "page": page}
-        self._runner = StepRunner(model, part, grid.device, **slots, is_invariant=self.is_invariant)
+        # An invariant engine's bits are a trainer's, whose SiLU is rounded before its product with what it gates unless
+        # it is fused, and so are products with cosines, which are fused on GPUs alone.
+        fuses = not self.is_invariant or state.options.fused == "auto"
+        turns = fuses and (not self.is_invariant or grid.device.type == "cuda")
+        given: dict[str, Any] = {"is_invariant": self.is_invariant, "fuses_rotation": turns}
+        self._runner = StepRunner(model, part, grid.device, **slots, **given)
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = _Lockstep(self)
-        # Not fused, a trainer's SiLU is rounded before its product with what it gates.
-        fuses_gates = not self.is_invariant or state.options.fused == "auto"
-        fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses_gates)
+        fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses)
         probes = self._runner.probe(len(attentions_of(model)), fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:

@@ -102,7 +102,10 @@ def describe(parts: Sequence[StepPart], rows: int, scratch: int) -> HostStep:
 
 
 class StepRunner:
-    """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each."""
+    """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each.
+
+    fuses_rotation: whether heads may be rotated by a kernel in fp32, rounded once.
+    """
 
     def __init__(
         self,
@@ -114,9 +117,11 @@ class StepRunner:
         longest: int,
         page: int,
         is_invariant: bool = False,
+        fuses_rotation: bool = True,
     ) -> None:
         self.model, self.part, self.device = model, part, device
         self.slots, self.page, self._is_invariant = slots, page, is_invariant
+        self._fuses_rotation = fuses_rotation
         self.is_captured = False
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step = CurrentStep()
@@ -136,8 +141,7 @@ class StepRunner:
         attend_to_pages(self.model, probes)
         attentions = attentions_of(self.model)
         own = [module.forward for module in attentions]
-        # An invariant engine's bits are those of a trainer's rotation.
-        if not self._is_invariant:
+        if self._fuses_rotation:
             for module, probe in zip(attentions, probes, strict=True):
                 defer_rotation(module, probe.rotate)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

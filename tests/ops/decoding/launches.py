@@ -29,7 +29,7 @@ def launch_paged(name, config, *, is_invariant=False, size=128, group=4, dtype=t
     one, other = (torch.zeros(256, dtype=dtype) for _ in range(2))
     split = paged.SPLIT if is_invariant else 0
     dims = max(16, 1 << (size - 1).bit_length())
-    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64
+    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64, 1 << (group - 1).bit_length()
     cache = paged.PagedCache(one.clone(), other.clone(), WORDS, WORDS, WORDS, 8, 64, 16 * 8 * size, 8 * size, size)
     arguments = {
         "attend_singles": (
@@ -38,11 +38,11 @@ def launch_paged(name, config, *, is_invariant=False, size=128, group=4, dtype=t
             FLOATS,
             FLOATS,
             4,
+            4,
             0.1,
             describe_new(size) if new else None,
-            WORDS if new else None,
+            WORDS,
         ),
-        "merge_splits": (one, FLOATS, FLOATS, 32, 4),
         "attend_chunks": (one, other, 64, 0.1),
     }[name]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": not is_invariant}
@@ -100,13 +100,7 @@ def launch_expert_leaves(n, k, leaves, experts=8, rows=64):
 
 
 LAUNCHES = {
-    **{
-        f"ops.decoding.paged_kernels.{name}": lambda name=name, config=config: launch_paged(name, config)
-        for name, config in (
-            ("merge_splits", paged.SINGLES),
-            ("attend_chunks", paged.CHUNKS),
-        )
-    },
+    "ops.decoding.paged_kernels.attend_chunks": lambda: launch_paged("attend_chunks", paged.CHUNKS),
     "ops.decoding.paged_kernels.attend_singles": lambda: launch_paged("attend_singles", paged.SINGLES, new=True),
     "ops.decoding.rotary_cache.rotate_and_store_heads": launch_rotation,
     "ops.invariant.grouped.sum_expert_leaves": lambda: launch_expert_leaves(4096, 4096, 8),
