@@ -232,7 +232,6 @@ class StepRunner:
         finally:
             self._step.tokens = None
         logits = output.logits[0] if self._keeps else output.logits[0, last]
-        logits = logits.float()
         drawn = best_tokens(logits, self.part)
         self._feed.index_copy_(0, slots, drawn)
         return drawn, logits

@@ -51,10 +51,7 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     [rows]."""
     if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
         scores = scores.new_full((len(scores), 1), -torch.inf)
-    best = scores.amax(1)
-    numbers = torch.arange(scores.shape[1], device=scores.device)
-    ids = torch.where(scores == best.unsqueeze(1), numbers, scores.shape[1]).amin(1)
-    ids = ids.clamp(max=scores.shape[1] - 1)  # of NaN there is no best
+    best, ids = scores.max(1)  # the first of equal ones, as torch documents
     if (ranks := part.group.size()) == 1:
         return ids + part.first
     pairs = torch.stack((best.double(), (ids + part.first).double()), 1).unsqueeze(0)
