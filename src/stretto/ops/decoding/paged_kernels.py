@@ -251,41 +251,63 @@ def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
 
 
 @triton.jit
-def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, scale, most, total, out):  # type: ignore[no-untyped-def]
+def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, whole, scale, most, total, out):  # type: ignore[no-untyped-def]
     """Go on with a partial result (out [rows, dims], most, total [rows]) by the keys from begin to end - 1.
 
-    position: [rows], each query's. pages: pointer to the sequence's pages.
+    position: [rows], each query's. pages: pointer to the sequence's pages. whole: None, or all queries see the keys
+    before it, whose tiles take no masks; masks that hide nothing change no bit.
     """
+    middle = begin
+    if whole is not None:  # noqa: SIM102 - known when it is compiled
+        if shape.window == 0:
+            middle = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // shape.keys * shape.keys
+            for start in range(begin, middle, shape.keys):
+                most, total, out = _attend_tile(
+                    cache, shape, q, pages, position, kv_head, start, end, scale, most, total, out, False
+                )
+    for start in range(middle, end, shape.keys):
+        most, total, out = _attend_tile(
+            cache, shape, q, pages, position, kv_head, start, end, scale, most, total, out, True
+        )
+    return most, total, out
+
+
+@triton.jit
+def _attend_tile(  # type: ignore[no-untyped-def]
+    cache, shape, q, pages, position, kv_head, start, end, scale, most, total, out, HIDES: tl.constexpr
+):
+    """Go on with a partial result by one tile of keys. HIDES: some lie behind the end, or are not seen by a query."""
     dims = tl.arange(0, shape.dims)
-    for start in range(begin, end, shape.keys):
-        key = start + tl.arange(0, shape.keys)
-        there = key < end
+    key = start + tl.arange(0, shape.keys)
+    there = key < end
+    if HIDES:
         page = tl.load(pages + key // shape.page, mask=there, other=0).to(tl.int64)
-        place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
-        if shape.size == shape.dims:
-            k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :], other=0)
-            v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None], other=0)
-        else:
-            inside = dims < shape.size
-            k = tl.load(
-                cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0
-            )
-            v = tl.load(
-                cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0
-            )
-        scores = tl.dot(q, k, input_precision=shape.precision) * scale
+    else:
+        page = tl.load(pages + key // shape.page).to(tl.int64)
+    place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
+    if shape.size == shape.dims and not HIDES:
+        k = tl.load(cache.key_cache + place[None, :] + dims[:, None])
+        v = tl.load(cache.value_cache + place[:, None] + dims[None, :])
+    elif shape.size == shape.dims:
+        k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :], other=0)
+        v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None], other=0)
+    else:
+        inside = dims < shape.size
+        k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0)
+        v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0)
+    scores = tl.dot(q, k, input_precision=shape.precision) * scale
+    if HIDES:
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if shape.window > 0:
             seen = seen & (key[None, :] > position[:, None] - shape.window)
         scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
-        total = total * shrink + tl.sum(weights, 1)
-        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=shape.precision)
-        most = larger
-    return most, total, out
+    larger = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=shape.precision)
+    return larger, total, out
 
 
 @triton.jit
@@ -392,12 +414,12 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
         if sums is None:
             if shape.split > 0:
                 _most, total, result = _attend_splits(
-                    cache, shape, queries, pages, position, kv_head, low, high, length, scale
+                    cache, shape, queries, pages, position, kv_head, low, high, length, None, scale
                 )
             else:
                 begin, end = _find_split(length, 0, 1, shape.window, shape.keys)
                 _most, total, result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, end, scale, *_begin(shape)
+                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, *_begin(shape)
                 )
             result = result / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
@@ -408,13 +430,13 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
                     begin = split * shape.split
                     most, total, result = _attend_keys(
                         cache, shape, queries, pages, position, kv_head, begin,
-                        tl.minimum(begin + shape.split, length), scale, *_begin(shape),
+                        tl.minimum(begin + shape.split, length), None, scale, *_begin(shape),
                     )  # fmt: skip
                     _store_partial(shape, sums, stats, place + split, inside, dims, row, most, total, result)
             else:
                 begin, end = _find_split(length, own, splits, shape.window, shape.keys)
                 most, total, result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, end, scale, *_begin(shape)
+                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, *_begin(shape)
                 )
                 _store_partial(shape, sums, stats, place + own, inside, dims, row, most, total, result)
             tl.debug_barrier()
@@ -436,13 +458,13 @@ def _begin(shape):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend_splits(cache, shape, queries, pages, position, kv_head, low, high, end, scale):  # type: ignore[no-untyped-def]
+def _attend_splits(cache, shape, queries, pages, position, kv_head, low, high, end, whole, scale):  # type: ignore[no-untyped-def]
     """The partial results of fixed splits from low to high - 1, of keys before `end`, merged from first to last."""
     most, total, result = _begin(shape)
     for split in range(low, high):
         begin = split * shape.split
         split_most, split_total, split_result = _attend_keys(
-            cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), scale,
+            cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), whole, scale,
             *_begin(shape),
         )  # fmt: skip
         most, total, result = _merge(most, total, result, split_most, split_total, split_result)
@@ -543,11 +565,12 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
         if shape.split > 0:
             _most, total, result = _attend_splits(
                 cache, shape, queries, pages, position, kv_head, low // shape.split, tl.cdiv(end, shape.split), end,
-                scale,
+                length - count + token + 1, scale,
             )  # fmt: skip
         else:
             _most, total, result = _attend_keys(
-                cache, shape, queries, pages, position, kv_head, low, end, scale, *_begin(shape)
-            )
+                cache, shape, queries, pages, position, kv_head, low, end, length - count + token + 1, scale,
+                *_begin(shape),
+            )  # fmt: skip
         result = result / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
