@@ -85,9 +85,10 @@ def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], 
         assert patched == before != loaded
 
 
-def count_kernels(layers: int) -> int:
+def count_kernels(layers: int, *, invariant: bool) -> int:
     """Kernels and copies of a decoding step, by its graph; of sizes that cuBLAS does not split."""
-    model = parallelize(make("llama", num_hidden_layers=layers).bfloat16(), Grid(device="cuda"))
+    model = make("llama", num_hidden_layers=layers).bfloat16()
+    model = parallelize(model, Grid(device="cuda"), invariant=invariant)
     with Engine(model, 2, 4096) as engine:
         request = engine.submit(list(range(40)), 20, stop=())
         while len(request.tokens) < 8:
@@ -97,6 +98,7 @@ def count_kernels(layers: int) -> int:
 
 
 @pytest.mark.ranks(1, own=(1,), among=(1,))
-def test_a_layer_decodes_by_eight_kernels(run_ranks: Callable[..., list[Any]], world: int) -> None:
-    (few,), (many,) = (run_ranks(world, count_kernels, layers) for layers in (2, 6))
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_layer_decodes_by_eight_kernels(run_ranks: Callable[..., list[Any]], world: int, invariant: bool) -> None:
+    (few,), (many,) = (run_ranks(world, count_kernels, layers, invariant=invariant) for layers in (2, 6))
     assert (many - few) / 4 <= 8
