@@ -105,13 +105,14 @@ class Engine:
             head.gathers_logits = False
             x = grid.communicator("x")
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
-        slots = {"slots": max_batch, "longest": self._longest, "page": page}
+        slots: dict[str, Any] = {"slots": max_batch, "longest": self._longest, "page": page}
         # An invariant engine's bits are a trainer's, whose SiLU is rounded before its product with what it gates unless
         # it is fused, and so are products with cosines, which are fused on GPUs alone.
         fuses = not self.is_invariant or state.options.fused == "auto"
         turns = fuses and (not self.is_invariant or grid.device.type == "cuda")
-        given: dict[str, Any] = {"is_invariant": self.is_invariant, "fuses_rotation": turns}
-        self._runner = StepRunner(model, part, grid.device, **slots, **given)
+        self._runner = StepRunner(
+            model, part, grid.device, **slots, is_invariant=self.is_invariant, fuses_rotation=turns
+        )
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None

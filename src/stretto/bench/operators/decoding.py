@@ -161,9 +161,12 @@ def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> 
         if not setting.has_variants or device.type != "cuda":
             continue
         leaves = ops.LEAVES // world
-        sizes = {"takes_parts": world == 1, "shared": count_shared_bytes(device)}
-        first = choose_tile(m, n, k // leaves, leaves, dtype.itemsize, count_processors(device.index), **sizes)
-        blocks, variants = first.blocks, {}
+        first = choose_tile(
+            m, n, k // leaves, leaves, dtype.itemsize, count_processors(device.index), takes_parts=world == 1,
+            shared=count_shared_bytes(device),
+        )  # fmt: skip
+        blocks = first.blocks
+        variants: dict[str, Callable[[], Any]] = {}
         for width, deep, stages in itertools.product((64, 128), (64, 128), (3, 4, 6, 10)):
             if (blocks.m + width) * deep * stages * dtype.itemsize < 220_000:
                 tile = first._replace(blocks=blocks._replace(n=width, k=min(deep, blocks.k), num_stages=stages))
