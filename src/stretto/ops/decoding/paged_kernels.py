@@ -251,8 +251,8 @@ def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
 
 
 @triton.jit
-def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, whole, scale, most, total, out):  # type: ignore[no-untyped-def]
-    """Go on with a partial result (out [rows, dims], most, total [rows]) by the keys from begin to end - 1.
+def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, whole, scale, state):  # type: ignore[no-untyped-def]
+    """Go on with a partial result, the state (most, total [rows], out [rows, dims]), by the keys from begin to end - 1.
 
     position: [rows], each query's. pages: pointer to the sequence's pages. whole: None, or all queries see the keys
     before it, whose tiles take no masks; masks that hide nothing change no bit.
@@ -262,21 +262,18 @@ def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, whole, s
         if shape.window == 0:
             middle = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // shape.keys * shape.keys
             for start in range(begin, middle, shape.keys):
-                most, total, out = _attend_tile(
-                    cache, shape, q, pages, position, kv_head, start, end, scale, most, total, out, False
-                )
+                state = _attend_tile(cache, shape, q, pages, position, kv_head, start, end, scale, state, False)
     for start in range(middle, end, shape.keys):
-        most, total, out = _attend_tile(
-            cache, shape, q, pages, position, kv_head, start, end, scale, most, total, out, True
-        )
-    return most, total, out
+        state = _attend_tile(cache, shape, q, pages, position, kv_head, start, end, scale, state, True)
+    return state
 
 
 @triton.jit
 def _attend_tile(  # type: ignore[no-untyped-def]
-    cache, shape, q, pages, position, kv_head, start, end, scale, most, total, out, HIDES: tl.constexpr
+    cache, shape, q, pages, position, kv_head, start, end, scale, state, HIDES: tl.constexpr
 ):
     """Go on with a partial result by one tile of keys. HIDES: some lie behind the end, or are not seen by a query."""
+    most, total, out = state
     dims = tl.arange(0, shape.dims)
     key = start + tl.arange(0, shape.keys)
     there = key < end
@@ -419,7 +416,7 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
             else:
                 begin, end = _find_split(length, 0, 1, shape.window, shape.keys)
                 _most, total, result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, *_begin(shape)
+                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
                 )
             result = result / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
@@ -430,13 +427,13 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
                     begin = split * shape.split
                     most, total, result = _attend_keys(
                         cache, shape, queries, pages, position, kv_head, begin,
-                        tl.minimum(begin + shape.split, length), None, scale, *_begin(shape),
+                        tl.minimum(begin + shape.split, length), None, scale, _begin(shape),
                     )  # fmt: skip
                     _store_partial(shape, sums, stats, place + split, inside, dims, row, most, total, result)
             else:
                 begin, end = _find_split(length, own, splits, shape.window, shape.keys)
                 most, total, result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, *_begin(shape)
+                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
                 )
                 _store_partial(shape, sums, stats, place + own, inside, dims, row, most, total, result)
             tl.debug_barrier()
@@ -465,7 +462,7 @@ def _attend_splits(cache, shape, queries, pages, position, kv_head, low, high, e
         begin = split * shape.split
         split_most, split_total, split_result = _attend_keys(
             cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), whole, scale,
-            *_begin(shape),
+            _begin(shape),
         )  # fmt: skip
         most, total, result = _merge(most, total, result, split_most, split_total, split_result)
     return most, total, result
@@ -570,7 +567,7 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
         else:
             _most, total, result = _attend_keys(
                 cache, shape, queries, pages, position, kv_head, low, end, length - count + token + 1, scale,
-                *_begin(shape),
+                _begin(shape),
             )  # fmt: skip
         result = result / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
