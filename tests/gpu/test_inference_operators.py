@@ -133,6 +133,22 @@ def test_product_sum_and_norm(
 
 
 @torch.no_grad()
+def multiply_few(m: int, n: int, k: int) -> tuple[float, float]:
+    """Errors of one rank's sum and norm."""
+    x, weight, residual = draw(1, m, k), draw(2, n, k) / k**0.5, draw(3, m, n)
+    norm_weight, bias = draw(4, n), draw(5, n)
+    normed, added = ops.matmul_all_reduce_norm(x, weight, residual, norm_weight, eps=EPS, bias=bias)
+    total = residual.double() + x.double() @ weight.double().t() + bias.double()
+    return relative_error(added, total), relative_error(normed, normalize(added, norm_weight, None))
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 14336), (16, 1000, 4096)])
+def test_one_rank_streams_few_rows(run_ranks: Callable[..., list[Any]], world: int, m: int, n: int, k: int) -> None:
+    assert max(run_ranks(world, multiply_few, m, n, k)[0]) < 2**-7
+
+
+@torch.no_grad()
 def compare_ranks(n: int, k: int, dtype: torch.dtype, *, tries_all: bool) -> dict[str, bool]:
     """Whether invariant calls have the bits of one rank's product of the whole k, for many m, tiles and layouts.
 

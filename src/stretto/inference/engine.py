@@ -39,7 +39,7 @@ class Engine:
     takes it over: it can neither train nor be called any longer. max_batch: requests at a time. cache_tokens: of all of
     them together, whose keys and values are allocated now. chunk: tokens of a step; longer prompts take several steps,
     while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
-    size of a batch that only decodes. invariant: True refuses a model that `parallelize(..., invariant=True)` has not
+    size of a batch that only decodes, and for a whole chunk of a single prompt. invariant: True refuses a model that `parallelize(..., invariant=True)` has not
     made so, whose log-probabilities have the same bits in every batch, with every chunk and on every grid (None: as the
     model is).
 
@@ -105,7 +105,7 @@ class Engine:
             head.gathers_logits = False
             x = grid.communicator("x")
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
-        slots: dict[str, Any] = {"slots": max_batch, "longest": self._longest, "page": page}
+        slots: dict[str, Any] = {"slots": max_batch, "longest": self._longest, "page": page, "chunk": chunk}
         # An invariant engine's bits are a trainer's, whose SiLU is rounded before its product with what it gates unless
         # it is fused, and so are products with cosines, which are fused on GPUs alone.
         fuses = not self.is_invariant or state.options.fused == "auto"

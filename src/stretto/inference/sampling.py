@@ -6,6 +6,7 @@ numbers are a hash of the request's seed, the token's place in it and the token'
 tokens depend neither on the other rows of its batch nor on how the vocabulary is divided.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +52,11 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     [rows]."""
     if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
         scores = scores.new_full((len(scores), 1), -torch.inf)
-    best, ids = scores.max(1)  # the first of equal ones, as torch documents
+    # Of a row as several, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.
+    parts = math.gcd(scores.shape[1], 64)
+    best, ids = scores.unflatten(1, (parts, -1)).max(2)
+    best, part = best.max(1)
+    ids = ids.gather(1, part.unsqueeze(1)).squeeze(1) + part * (scores.shape[1] // parts)
     if (ranks := part.group.size()) == 1:
         return ids + part.first
     pairs = torch.stack((best.double(), (ids + part.first).double()), 1).unsqueeze(0)

@@ -49,7 +49,7 @@ SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
 INVARIANT = PagedConfig(64, 64, 4, 2, 4)
 _LEAST = 16  # rows and keys that tensor cores take
-_MERGED = tl.constexpr(4)  # partial results that are loaded at a time
+_MERGED = tl.constexpr(1024)  # numbers of a partial result of which eight are loaded at a time
 _INTERPRETED = 6  # multiprocessors where there are none
 
 
@@ -508,18 +508,19 @@ def _merge_rows(shape, out, sums, stats, sequence, first, kv_head, heads, splits
     total = tl.zeros((shape.heads,), tl.float32)
     result = tl.zeros((shape.heads, shape.dims), tl.float32)
     base = (sequence.to(tl.int64) * heads + head) * splits
-    for start in range(begin, end, _MERGED):
+    count: tl.constexpr = 8 if shape.heads * shape.dims <= _MERGED else 2
+    for start in range(begin, end, count):
         results = ()
         mosts = ()
         totals = ()
-        for index in tl.static_range(_MERGED):
+        for index in tl.static_range(count):
             place = base + start + index
             is_used = start + index < end
             one = tl.load(sums + place[:, None] * shape.size + dims[None, :], mask=inside & is_used, other=0.0)
             results = results + (one,)  # noqa: RUF005 - Triton takes no starred ones
             mosts = mosts + (tl.load(stats + place * 2, mask=there & is_used, other=float("-inf")),)  # noqa: RUF005
             totals = totals + (tl.load(stats + place * 2 + 1, mask=there & is_used, other=0.0),)  # noqa: RUF005
-        for index in tl.static_range(_MERGED):
+        for index in tl.static_range(count):
             if start + index < end:
                 most, total, result = _merge(most, total, result, mosts[index], totals[index], results[index])
     result = result / tl.where(total == 0, 1.0, total)[:, None]

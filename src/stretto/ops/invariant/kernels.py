@@ -44,6 +44,7 @@ _OTHER_BYTES = 16 << 10  # of shared memory, for what is not a stage
 _HOPPER_BYTES = 227 << 10  # that a block may have
 _BUSY = 0.7  # the part of the multiprocessors that should have a tile of few rows
 _DEEPEST = 12  # stages of a tile of few rows
+_BARRIER_BYTES = 8 << 10  # of shared memory, beside the stages of a tile of few rows
 
 
 class Leaves(NamedTuple):
@@ -108,16 +109,25 @@ def choose_tile(
 ) -> Tile:
     """The tile of a product [m, n] with so many leaves of `leaf` numbers. takes_parts: whether there may be parts."""
     if not processors or m > FEW_ROWS:
-        return Tile(choose_blocks(m, n, leaf, itemsize, processors, has_one_leaf=leaves == 1, shared=shared))
-    height, deep = max(16, triton.next_power_of_2(m)), min(max(_MIN_DEPTH, leaf & -leaf), 256 // itemsize)
-    tiles_count, parts = divide_up(n, 64), 1
-    while takes_parts and parts < leaves and 2 * parts * tiles_count <= processors:
+        blocks = choose_blocks(m, n, leaf, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
+        if blocks.n == 256:  # by TMA, two programs a multiprocessor are faster than a wider tile
+            blocks = blocks._replace(n=128, num_warps=4, num_stages=3)
+        return Tile(blocks)
+    height, count, parts = max(16, triton.next_power_of_2(m)), divide_up(n, 64), 1
+    while takes_parts and parts < leaves and parts * count <= processors:
         parts *= 2
-    # One program a multiprocessor, with deep stages, or two where there are enough.
-    room = min(shared - _OTHER_BYTES, 200 << 10)
-    room //= 1 + (parts * tiles_count > processors)
-    stages = max(2, min(_DEEPEST, room // ((height + 64) * deep * itemsize)))
-    return Tile(Blocks(height, 64, deep, 1, 4, stages, 0), parts, is_turned=True)
+    width = 128 if divide_up(n, 128) >= processors else 64
+    # Measured on an H200 (the decision has times): alone on its multiprocessor, a program loads deep stages.
+    is_alone = parts * count <= processors
+    deep = min(max(_MIN_DEPTH, leaf & -leaf), (512 if is_alone and height <= 32 else 256) // itemsize)
+    room = shared - _BARRIER_BYTES
+    while 2 * (height + width) * deep * itemsize > room and deep > _MIN_DEPTH:
+        deep //= 2
+    stage, programs = (height + width) * deep * itemsize, 1 if is_alone else 3 if parts > 1 else 2
+    while programs > 1 and room // programs < 3 * stage:
+        programs -= 1
+    stages = max(2, min(_DEEPEST, room // programs // stage))
+    return Tile(Blocks(height, width, deep, 1, 4, stages, 0), parts, is_turned=True)
 
 
 def pad_leaves(x: Tensor, weight: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
