@@ -196,10 +196,10 @@ def compare_ranks(n: int, k: int, dtype: torch.dtype, *, tries_all: bool) -> dic
                     tile = Tile(first._replace(m=height, n=width, k=depth, num_stages=2), 1, is_turned)
                     found = multiply_leaves(whole[:m], weight, None, leaves, torch.float32, tile)
                     same[f"{leaves} leaves, {tile}"] = torch.equal(found, right[:m])
-    for parts in (2, 4, 8):
-        tile = Tile(Blocks(16, 64, 16, 1, 4, 3, 0), parts, is_turned=True)
-        sums = multiply_in_parts(whole[:8], weight, 8, tile)
-        same[f"{parts} parts"] = torch.equal(add_by_tree(list(sums)), right[:8])
+    few = Blocks(16, 64, 16, 1, 4, 3, 0)
+    for m, tile in ((768, None), *((8, Tile(few, parts, is_turned=True)) for parts in (2, 4, 8))):
+        sums = multiply_in_parts(whole[:m], weight, 8, tile)
+        same[f"{len(sums)} parts of {m}"] = torch.equal(add_by_tree(list(sums)), right[:m])
     return same
 
 

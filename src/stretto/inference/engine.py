@@ -39,9 +39,9 @@ class Engine:
     takes it over: it can neither train nor be called any longer. max_batch: requests at a time. cache_tokens: of all of
     them together, whose keys and values are allocated now. chunk: tokens of a step; longer prompts take several steps,
     while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
-    size of a batch that only decodes, and for a whole chunk of a single prompt. invariant: True refuses a model that `parallelize(..., invariant=True)` has not
-    made so, whose log-probabilities have the same bits in every batch, with every chunk and on every grid (None: as the
-    model is).
+    size of a batch that only decodes, and for a whole chunk of a single prompt. invariant: True refuses a model that
+    `parallelize(..., invariant=True)` has not made so, whose log-probabilities have the same bits in every batch, with
+    every chunk and on every grid (None: as the model is).
 
     Ranks of x compute parts of the same requests and must make the same calls; ranks of data have requests of their
     own. Where experts are divided over data, these step together, and so must call `step`, or `generate`, equally

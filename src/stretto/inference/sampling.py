@@ -52,11 +52,11 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     [rows]."""
     if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
         scores = scores.new_full((len(scores), 1), -torch.inf)
-    # Of a row as several, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.
-    parts = math.gcd(scores.shape[1], 64)
-    best, ids = scores.unflatten(1, (parts, -1)).max(2)
-    best, part = best.max(1)
-    ids = ids.gather(1, part.unsqueeze(1)).squeeze(1) + part * (scores.shape[1] // parts)
+    # Rows in pieces, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.
+    pieces = math.gcd(scores.shape[1], 64)
+    best, ids = scores.unflatten(1, (pieces, -1)).max(2)
+    best, piece = best.max(1)
+    ids = ids.gather(1, piece.unsqueeze(1)).squeeze(1) + piece * (scores.shape[1] // pieces)
     if (ranks := part.group.size()) == 1:
         return ids + part.first
     pairs = torch.stack((best.double(), (ids + part.first).double()), 1).unsqueeze(0)

@@ -12,7 +12,7 @@ from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
 from stretto.ops.gemm import GroupProduct, takes_tma
-from stretto.ops.invariant.kernels import FEW_ROWS, multiply_and_sum, multiply_in_parts
+from stretto.ops.invariant.kernels import multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
 from stretto.ops.operator import (
@@ -25,6 +25,7 @@ from stretto.ops.operator import (
     require_agreement,
     require_operands,
 )
+from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
@@ -36,8 +37,6 @@ from stretto.ops.row_sums.norm import (
     require_norm_operands,
 )
 from stretto.ops.scaled import scaled_matmul_all_reduce
-
-_STREAMED_ROWS = 16
 
 
 def matmul_all_reduce_norm(
@@ -151,7 +150,7 @@ def _streams(x: Tensor, weight: Tensor, world: int) -> bool:
     Libraries add up the parts of k by a kernel of its own. From Hopper on, where TMA loads the weight.
     """
     (m, k), n = x.shape, weight.shape[0]
-    is_few = world == 1 and x.is_cuda and x.element_size() == 2 and 0 < m <= _STREAMED_ROWS and n <= MAX_COLUMNS
+    is_few = world == 1 and x.is_cuda and x.element_size() == 2 and 0 < m <= FEW_ROWS and n <= MAX_COLUMNS
     return is_few and k % (LEAVES * 128) == 0 and takes_tma(x) and takes_tma(weight)
 
 
@@ -191,7 +190,7 @@ def multiply_sum_norm(
             return multiply_and_sum("matmul_all_reduce_norm", "push", x[rows], weight, leaves, sums, group, norm)
 
         return add_in_parts(add, m, count_rows_at_a_time(n, torch.float32, world))
-    if world == 1 and can_launch(x) and m <= FEW_ROWS and n <= MAX_COLUMNS:
+    if world == 1 and can_launch(x) and n <= MAX_COLUMNS:
         return add_norm(multiply_in_parts(x, weight, leaves), operands, norm)
     total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
     return add_norm(total, operands._replace(bias=None), norm)

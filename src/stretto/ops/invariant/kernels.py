@@ -30,13 +30,11 @@ from stretto.ops.gemm import (
     specialization_key,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_workspace
+from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
 from stretto.ops.small_m import PacketExchange, count_bytes, send_tile
 from stretto.tiles.launches import Launches, count_shared_bytes
-
-FEW_ROWS = 64
-"""At most, which are the right operand of a product."""
 
 _MIN_DEPTH = 16  # of a step over k
 _STAGE_BYTES = 160 << 10  # of shared memory for stages, at most
@@ -112,7 +110,8 @@ def choose_tile(
         blocks = choose_blocks(m, n, leaf, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
         if blocks.n == 256:  # by TMA, two programs a multiprocessor are faster than a wider tile
             blocks = blocks._replace(n=128, num_warps=4, num_stages=3)
-        return Tile(blocks)
+        # Of 8 leaves, registers do not hold all sums that wait in a tile; of 4 they do.
+        return Tile(blocks, 2 if takes_parts and processors and leaves == 8 else 1)
     height, count, parts = max(16, triton.next_power_of_2(m)), divide_up(n, 64), 1
     while takes_parts and parts < leaves and parts * count <= processors:
         parts *= 2
