@@ -85,6 +85,23 @@ def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], 
         assert patched == before != loaded
 
 
+def decode_whole_chunks(family: str) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Texts of a prompt of one chunk, and of one of two chunks, thrice; and the sizes that have graphs."""
+    given = prompts(3, (64, 128))
+    with Engine(parallelize(make(family), Grid(device="cuda")), 2, 2048, chunk=64) as engine:
+        texts = [engine.generate([prompt], 4)[0] for _ in range(3) for prompt in given]
+        return texts, list(engine._runner._graphs)
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_a_whole_chunk_of_a_prompt_replays_a_graph(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    plain = make("llama")
+    expected = [continued(plain, prompt, 4) for prompt in prompts(3, (64, 128))]
+    ((texts, sizes),) = run_ranks(world, decode_whole_chunks, "llama")
+    assert texts == expected * 3
+    assert (64, 1) in sizes
+
+
 def count_kernels(layers: int, *, invariant: bool) -> int:
     """Kernels and copies of a decoding step, by its graph; of sizes that cuBLAS does not split."""
     model = make("llama", num_hidden_layers=layers).bfloat16()

@@ -5,9 +5,8 @@ Peers, on one GPU: transformers' `generate` with a static cache, compiled; its c
 gpt-fast's recipe (`stretto.bench.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
 
 --invariant: an engine with invariant=True runs in turn with the plain one. Predicted cost for Llama-3-8B's shape on one
-H200, before it was measured: decoding 1 and 8, 8% (products stream weights as fast; a launch a layer more for norms);
-decoding 64 with 1,024 tokens each, 12% (attention, a third of the time, takes 32% more); a prompt of 2048, 15% (tiles
-of 128 x 128 with waiting sums in place of 128 x 256).
+H200, from times of its kernels: decoding 1 and 8, 1 to 4%; decoding 64 with 1,024 tokens each, 10% (attention, a third
+of the time, takes 32% more); a prompt of 2048, 13% (products at 640 to 720 TFLOP/s in place of 780).
 """
 
 import time
