@@ -28,6 +28,7 @@ from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine
 from stretto.parallel import Grid, parallelize
+from stretto.parallel.capture import WARM_UP
 from stretto.planner.inference import PassSeconds, plan_inference
 
 COLUMNS = (
@@ -101,7 +102,8 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
             prefills = {"generate": _prefill_by_generate, "gpt-fast": _prefill_by_gpt_fast}
             runs |= {name: partial(prefills[name], plain, length) for name in prefills if name in peers}
         predicted = _predict(setting, ranks, length, 1)
-        record(f"prefill {length}", None if predicted is None else predicted[0], _time(runs, setting.rounds), length)
+        seconds = _time(runs, max(setting.rounds, WARM_UP + 1))  # replays count
+        record(f"prefill {length}", None if predicted is None else predicted[0], seconds, length)
     for engine in engines.values():
         engine.close()
     return rows

@@ -29,7 +29,7 @@ from stretto.inference.sampling import (
     log_probabilities,
 )
 from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
-from stretto.parallel.capture import WARM_UP, CapturedStep
+from stretto.parallel.capture import CapturedStep
 from stretto.parallel.fused_modules import defer_rotation
 from stretto.parallel.layers.invariant import InvariantOperators
 
@@ -191,9 +191,7 @@ class StepRunner:
         if (step.is_decoding or is_whole) and self.is_captured and may_replay:
             size = tokens, rows
             if size not in self._graphs:
-                warm_up = 1 if is_whole else WARM_UP
-                compute = partial(self._compute_static, tokens, rows)
-                self._graphs[size] = CapturedStep(compute, warm_up=warm_up)
+                self._graphs[size] = CapturedStep(partial(self._compute_static, tokens, rows))
             (drawn,) = self._graphs[size](numbers)
             logits = self._static_logits[size]
         else:
