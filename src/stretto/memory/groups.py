@@ -133,7 +133,7 @@ def make_local_group(
     """
     global _next_number
     world = dist.distributed_c10d._world
-    names: dict[object, str] = world.pg_names
+    names: dict[Any, Any] = world.pg_names
     others, made_before = [object() for _ in range(number - len(names))], world.group_count
     names.update(dict.fromkeys(others, ""))
     world.group_count = number

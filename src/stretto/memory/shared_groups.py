@@ -129,12 +129,12 @@ def _find_job() -> _Job:
 def _make(partition: Partition, backend: str | None, timeout: timedelta, description: str) -> dist.ProcessGroup | None:
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None
+    made: dist.ProcessGroup | None = None
     if partition == ((rank,),):
         made = make_local_group([rank], backend, timeout, next_group_number(), description)
     elif _can_split(partition, backend, world):
         made = dist.split_group(world, list(map(list, partition)), timeout=timeout, group_desc=description)
     else:
-        made = None
         for ranks in partition:
             group = dist.new_group(list(ranks), timeout, backend, group_desc=description)
             if rank in ranks:
