@@ -132,14 +132,10 @@ def can_copy(group: str, device: torch.device) -> bool:
     return bool(find_known(group, device, "nvlink", lambda: has_nvlink(find_group(group), device)))
 
 
-def add_returned(rows: Tensor, step: ExchangeStep, returned: Tensor) -> None:
-    """Add to fp32 or fp64 rows [length, ...] what came back for those that were sent, in the order of ranks."""
-    start = 0
-    for parts in step.sends:
-        for part in parts:
-            count = count_rows(part)
-            rows[part.start : part.stop] += returned[start : start + count]
-            start += count
+def list_returned(step: ExchangeStep, returned: Tensor) -> list[tuple[Range, Tensor]]:
+    """Returned rows, in the order of ranks, each with the rows that were sent."""
+    sent = [part for parts in step.sends for part in parts]
+    return list(zip(sent, returned.split([count_rows(part) for part in sent]), strict=True))
 
 
 def _join(parts: Sequence[Tensor], rows: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stretto.ops.attention.exchange import Arriving, Peers, add_returned
+from stretto.ops.attention.exchange import Arriving, Peers, list_returned
 from stretto.ops.attention.kernels import Gradients, Part, attend, differentiate
 from stretto.ops.attention.merge import add_parts, merge_parts
 from stretto.ops.attention.plan import ExchangeStep, Plan, Range
@@ -63,7 +63,9 @@ def backward(
     first, second = slice(0, middle), slice(middle, k.shape[1])
     own = [(first, differentiate_own(first))] if middle else []  # while keys come
     theirs: list[tuple[Range, Tensor]] = []
-    sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32)) if rows is not None else None
+    sums = None
+    if rows is not None and (len(steps) > 1 or call.varies):  # of steps, or of many documents, whose parts are short
+        sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32))
     returning: list[tuple[ExchangeStep, Arriving]] = []
     for number, step in enumerate(steps):
         assert arriving is not None
@@ -79,17 +81,19 @@ def backward(
         returning.append((step, call.peers.start_back(step, returned)))
     own.append((second, differentiate_own(second)))  # while gradients return
     _add_returned(sums, returning)
+    others = [(Range(0, length), sums)] if sums is not None else []
+    for step, arriving in returning:
+        others = list_returned(step, arriving.wait())
     if not steps and len(own[0][1].q) == 1:
         of_q, of_k, of_v = (parts[0][1] for parts in own[0][1])
     else:
         of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (q, k, v))
-        others = [] if sums is None else [(Range(0, length), tensor) for tensor in unpack(sums, size)]
+        of_keys, of_values = ([(part, unpack(tensor, size)[at]) for part, tensor in others] for at in (0, 1))
         for kv_heads, found in own:
             heads = slice(kv_heads.start * each, kv_heads.stop * each)
             add_parts([*found.q, *((part, tensor[:, heads]) for part, tensor in theirs)], of_q[:, heads])
-            for number, (parts, target) in enumerate(((found.k, of_k), (found.v, of_v))):
-                returns = [(part, tensor[:, kv_heads]) for part, tensor in others[number : number + 1]]
-                add_parts([*parts, *returns], target[:, kv_heads])
+            for parts, returns, target in ((found.k, of_keys, of_k), (found.v, of_values, of_v)):
+                add_parts([*parts, *((part, tensor[:, kv_heads]) for part, tensor in returns)], target[:, kv_heads])
     of_sinks = None
     if sinks is not None:
         mean = (grad * out).sum(-1, dtype=lse.dtype)
@@ -107,7 +111,8 @@ def _add_returned(sums: Tensor | None, returning: list[tuple[ExchangeStep, Arriv
     """Add the gradients that were sent last, if any, before others come in their place."""
     if returning and sums is not None:
         step, arriving = returning.pop()
-        add_returned(sums, step, arriving.wait())
+        for part, returned in list_returned(step, arriving.wait()):
+            sums[part.start : part.stop] += returned
 
 
 def _add_steps(
