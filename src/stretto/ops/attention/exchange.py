@@ -148,39 +148,63 @@ def _count(parts: Sequence[Sequence[Range]]) -> list[int]:
     return [sum(map(count_rows, each)) for each in parts]
 
 
-def gather_sequence(x: Tensor, group: str, degree: int, chunks: Sequence[Range], wrap: CollectiveWrapper) -> Tensor:
-    """Exchange heads for positions: x [b, h, l, d] -> [b, h / degree, l * degree, d], in the order of the sequence.
+class HeadExchange(NamedTuple):
+    """Exchanges heads for positions among `degree` ranks that follow each other: DeepSpeed-Ulysses, section 3.
 
-    `degree` ranks that follow each other have their parts of the sequence together, each with other heads, so that they
-    are as one rank of 1 / degree as many. DeepSpeed-Ulysses, section 3. chunks: the positions of their rows.
+    They have their parts of the sequence together, each with other heads, so that they are as one rank of 1 / degree as
+    many. chunks: the positions of their rows, rank by rank. Tensors are [b, degree, h, l, d], of a rank's positions and
+    the heads of each rank, or [b, h, l * degree, d], of its own heads and all their positions in order. Those that
+    travel together are next to each other in rows [l * degree, b, numbers], which `start` sends and `finish` awaits.
     """
-    parts = x.unflatten(1, (degree, x.shape[1] // degree)).permute(1, 3, 0, 2, 4)  # to the rank of these heads
-    rows = _exchange(parts, group, degree, wrap).flatten(0, 1)  # [degree * length, batch, heads of each, size]
-    pieces = rows.split([count_rows(chunk) for chunk in chunks])
-    return torch.cat([pieces[number] for number in _order(chunks)]).permute(1, 2, 0, 3)
+
+    group: str
+    degree: int
+    chunks: Sequence[Range]
+    wrap: CollectiveWrapper
+
+    def start(self, tensors: Sequence[Tensor], gathers: bool) -> Tensor:
+        """Start to send tensors: heads to their ranks if this gathers positions, else positions to theirs."""
+        sizes = [(each.shape[2 if gathers else 1], each.shape[-1]) for each in tensors]
+        count, first = sum(map(count_rows, self.chunks)), tensors[0]
+        rows = first.new_empty(count, len(first), sum(heads * size for heads, size in sizes))
+        for tensor, there in zip(tensors, _split_numbers(rows, sizes), strict=True):
+            if gathers:
+                there.unflatten(0, (self.degree, -1)).copy_(tensor.permute(1, 3, 0, 2, 4))
+            else:
+                order = self._order()
+                pieces = tensor.permute(2, 0, 1, 3).split([count_rows(self.chunks[number]) for number in order])
+                of_chunk = dict(zip(order, pieces, strict=True))
+                torch.cat([of_chunk[number] for number in range(len(order))], out=there)
+        return self._exchange(rows)
+
+    def finish(self, rows: Tensor, sizes: Sequence[tuple[int, int]], gathers: bool) -> list[Tensor]:
+        """The tensors that were sent to this rank. sizes: heads and numbers of each."""
+        rows = torch.ops._c10d_functional.wait_tensor(rows)
+        if gathers:
+            pieces = rows.split([count_rows(chunk) for chunk in self.chunks])
+            rows = torch.cat([pieces[number] for number in self._order()])
+            return [each.permute(1, 2, 0, 3) for each in _split_numbers(rows, sizes)]
+        parts = (each.unflatten(0, (self.degree, -1)) for each in _split_numbers(rows, sizes))
+        return [each.permute(2, 0, 3, 1, 4) for each in parts]
+
+    def _order(self) -> list[int]:
+        """The numbers of the chunks, in the order of the sequence."""
+        return sorted(range(len(self.chunks)), key=self.chunks.__getitem__)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        """Start to send as many rows to each of the `degree` ranks around this one."""
+        require_agreement(f"exchange of heads {list(rows.shape)} {rows.dtype}", False, self.group, rows.device)
+        members, degree = find_group(self.group), self.degree
+        first = members.rank() // degree * degree
+        counts = [len(rows) // degree * (first <= peer < first + degree) for peer in range(members.size())]
+        functional = torch.ops._c10d_functional
+        found: Tensor = self.wrap(
+            "all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, self.group)
+        )
+        return found
 
 
-def scatter_sequence(x: Tensor, group: str, degree: int, chunks: Sequence[Range], wrap: CollectiveWrapper) -> Tensor:
-    """The inverse of `gather_sequence`."""
-    order = _order(chunks)
-    pieces = x.permute(2, 0, 1, 3).split([count_rows(chunks[number]) for number in order])
-    of_chunk = dict(zip(order, pieces, strict=True))
-    rows = torch.cat([of_chunk[number] for number in range(len(chunks))])
-    parts = _exchange(rows.unflatten(0, (degree, -1)), group, degree, wrap)
-    return parts.permute(2, 0, 3, 1, 4).flatten(1, 2)  # of [degree: heads of each, length, batch, heads, size]
-
-
-def _order(chunks: Sequence[Range]) -> list[int]:
-    """The numbers of the chunks, in the order of the sequence."""
-    return sorted(range(len(chunks)), key=chunks.__getitem__)
-
-
-def _exchange(parts: Tensor, group: str, degree: int, wrap: CollectiveWrapper) -> Tensor:
-    """Send part i of [degree, ...] to the i-th of the `degree` ranks around this one."""
-    require_agreement(f"exchange of heads {list(parts.shape)} {parts.dtype}", False, group, parts.device)
-    members = find_group(group)
-    first = members.rank() // degree * degree
-    counts = [int(first <= peer < first + degree) for peer in range(members.size())]
-    functional, rows = torch.ops._c10d_functional, parts.contiguous()
-    found: Tensor = wrap("all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, group))
-    return functional.wait_tensor(found)
+def _split_numbers(rows: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Views [rows, b, heads, size] of rows [rows, b, numbers]."""
+    parts = rows.split([heads * size for heads, size in sizes], -1)
+    return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]
