@@ -17,7 +17,7 @@ _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def prepare(model: Any) -> None:
-    """Have a model attend by torch's own function, which torch's context parallelism replaces, causally without masks."""
+    """Have a model attend causally, without masks, by the function that torch's context parallelism replaces."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)

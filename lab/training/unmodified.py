@@ -54,10 +54,14 @@ class TransformersSetting:
     ] = None
     micro_batches: Annotated[int, Option("Micro-batches of a rank's part of the batch.", least=1)] = 1
     seq_len: Annotated[int | None, Option("Tokens a sequence (default: the model's).", least=1)] = None
-    only: Annotated[tuple[str, ...], Option("Only the run of this name, or runs with this in their name.", is_repeated=True)] = ()
+    only: Annotated[
+        tuple[str, ...], Option("Only the run of this name, or runs with this in their name.", is_repeated=True)
+    ] = ()
     routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
     with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
-    context: Annotated[bool, Option("Only runs that cut sequences among ranks, and one that cuts activations by x.")] = False
+    context: Annotated[
+        bool, Option("Only runs that cut sequences among ranks, and one that cuts activations by x.")
+    ] = False
     small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
     warm_up: WarmUp = 6  # the first steps of a layout with many exchanges are up to a sixth slower
@@ -196,8 +200,9 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
 
 def list_context_ways(ranks: int) -> dict[str, Way]:
     """The runs of `--context` by name, peers first; the last one cuts no sequences."""
-    ways = {}
-    for text, method in (("gathering", "allgather"), ("ring", "alltoall")):
+    ways: dict[str, Way] = {}
+    methods: dict[str, Literal["allgather", "alltoall"]] = {"gathering": "allgather", "ring": "alltoall"}
+    for text, method in methods.items():
         name = f"FSDP2, torch's context parallelism, {text}"
         ways |= {f"{name}, compiled": Way("torch", rotates=method), name: Way("torch", "", rotates=method)}
     grids = [{"context": ranks}] + [{"context": 2, "x": ranks // 2}] * (ranks > 2 and ranks % 2 == 0)

@@ -59,7 +59,9 @@ def cut_in_place(mesh, buffers, buffer_seq_dims):
         buffer.resize_(part.shape).copy_(part)
 
     def attend(query, key, value, is_causal, scale):
-        return ops.context_attention(query, key, value, mesh.get_group(), causal=is_causal, layout="zigzag", scale=scale)
+        return ops.context_attention(
+            query, key, value, mesh.get_group(), causal=is_causal, layout="zigzag", scale=scale
+        )
 
     with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend):
         yield

@@ -233,8 +233,9 @@ class KeysRecord:
     place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
     of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention
     to what hides it: a rank's own keys, and of a ring others', too. expands: seconds to make keys of other ranks'
-    latents, which then are what is sent, with nothing to hide them, and in the backward pass their gradients alone; None
-    for others. exposed: of heads, half of them, which travel before and after attention to the other half. merges: seconds of merging what a ring's further steps compute.
+    latents, which then are what is sent, with nothing to hide them, and in the backward pass their gradients alone;
+    None for others. exposed: of heads, the half that travels before and after attention, which hides the other half.
+    merges: seconds of merging what a ring's further steps compute.
     """
 
     place: int

@@ -208,7 +208,9 @@ class _WorkloadRecorder:
         numbers, way = keys_numbers(model, grid, self.tokens, latents=latents), config.attention_way
         if way == "ulysses":
             heads = sum(layer.exchanged_heads(grid) for layer in model.block)
-            numbers = self.tokens * heads * (grid.context - 1) / grid.context / 2  # one half, under the other's attention
+            numbers = (
+                self.tokens * heads * (grid.context - 1) / grid.context / 2
+            )  # one half, under the other's attention
         keys = self._over("all_to_all", "context", numbers * self.workload.element)
         if keys is None:
             return None

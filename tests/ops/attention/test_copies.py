@@ -60,7 +60,9 @@ def merge_differences():
                 merge._merge(parts[0], other, sinks, results[1])
                 found += [float((one - two).abs().max()) for one, two in zip(*results, strict=True)]
         for count in (2, 5):
-            added = [draw(2, 70, 3, size).to(each).transpose(1, 2) for each in (dtype, torch.float32, dtype) * 2][:count]
+            added = [draw(2, 70, 3, size).to(each).transpose(1, 2) for each in (dtype, torch.float32, dtype) * 2][
+                :count
+            ]
             added[-1] = added[-1][..., :1].expand(-1, -1, -1, size)
             sums = [draw(2, 70, 3, 2 * size).to(dtype).transpose(1, 2)[..., size:] for _ in range(2)]
             merge.add_on_gpu(added, sums[0])

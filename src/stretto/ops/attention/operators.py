@@ -68,9 +68,9 @@ def attend_by_heads(
     degree = settings.degree
     if is_traced(q, k, v, in_modes=False):
         place = documents if settings.layout == "balanced" else None, settings.group, degree, settings.layout
-        exchange = torch.ops.stretto.exchange_heads
-        out = attend_to_context(*(exchange(x, *place, True) for x in (q, k, v)), sinks, documents, settings, wrap)
-        found: Tensor = exchange(out, *place, False)
+        q, k, v = (torch.ops.stretto.exchange_heads(each, *place, True) for each in (q, k, v))
+        out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
+        found: Tensor = torch.ops.stretto.exchange_heads(out, *place, False)
         return found
     heads, kv_heads = q.shape[1] // degree, k.shape[1] // degree
     pieces = 2 if heads % 2 == 0 and (kv_heads == 1 or kv_heads % 2 == 0) else 1
@@ -79,18 +79,17 @@ def attend_by_heads(
     def cut(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
         return tensor.unflatten(1, (degree, -1)).tensor_split(count, 2)
 
-    shared = zip(cut(k, 1 if kv_heads == 1 else pieces), cut(v, 1 if kv_heads == 1 else pieces), strict=True)
+    of_kv = 1 if kv_heads == 1 else pieces
     travelling, results = [], []
-    for own, keys in zip_longest(cut(q, pieces), shared, fillvalue=()):
-        tensors = own, *keys
-        sizes = [(each.shape[2], each.shape[4]) for each in tensors]
-        travelling.append((_StartHeads.apply(exchange, True, *tensors), sizes))
-    keys: Sequence[Tensor] = ()
+    for tensors in zip_longest(cut(q, pieces), cut(k, of_kv), cut(v, of_kv)):
+        sent = [each for each in tensors if each is not None]  # one head of k and v serves both halves
+        sizes = [(each.shape[2], each.shape[4]) for each in sent]
+        travelling.append((_StartHeads.apply(exchange, True, *sent), sizes))
     for number, (rows, sizes) in enumerate(travelling):
-        own, *others = _FinishHeads.apply(rows, exchange, True, sizes)
-        keys = others or keys
+        q, *others = _FinishHeads.apply(rows, exchange, True, sizes)
+        k, v = others or (k, v)
         of_these = None if sinks is None else sinks.chunk(pieces)[number].contiguous()
-        out = attend_to_context(own, *keys, of_these, documents, settings, wrap)
+        out = attend_to_context(q, k, v, of_these, documents, settings, wrap)
         results.append((_StartHeads.apply(exchange, False, out), [(out.shape[1], out.shape[3])]))
     parts = [_FinishHeads.apply(rows, exchange, False, sizes)[0].permute(0, 3, 1, 2, 4) for rows, sizes in results]
     return torch.cat(parts, 3).flatten(2, 3).transpose(1, 2)
