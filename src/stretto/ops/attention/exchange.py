@@ -6,7 +6,7 @@ lose some to them. Elsewhere by the functional collectives of torch.distributed,
 rank in so many (`degree`) takes part in an exchange of rows; those between have other heads of the same sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -54,11 +54,16 @@ class Peers(NamedTuple):
     areas: int
     room: int
 
-    def start(self, step: ExchangeStep, rows: Tensor, number: int) -> Arriving:
-        """Start to send rows [length, ...] as the step says. number: of the step."""
+    def start(
+        self, step: ExchangeStep, rows: Tensor, number: int, fill: Callable[[], object] | None = None
+    ) -> Arriving:
+        """Start to send rows [length, ...] as the step says. number: of the step. fill: writes the rows first, beside
+        kernels of the current stream if copy engines send them."""
         if self.by_copies:
             area = number % max(self.areas - 1, 1)
-            return self._copy(rows, step.sends, step.lands, _count(step.receives), area)
+            return self._copy(rows, step.sends, step.lands, _count(step.receives), area, fill)
+        if fill is not None:
+            fill()
         parts = [rows[part.start : part.stop] for parts in step.sends for part in parts]
         return self._exchange(_join(parts, rows), _count(step.sends), _count(step.receives))
 
@@ -90,11 +95,13 @@ class Peers(NamedTuple):
         lands: Sequence[int],
         receives: Sequence[int],
         area: int,
+        fill: Callable[[], object] | None = None,
     ) -> Arriving:
         """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
 
         Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
-        It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun.
+        It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun. Barrier
+        and copies are on a side stream, so that the current one computes at once; it joins that in `Arriving.wait`.
         """
         shape = self.room, *rows.shape[1:]
         area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
@@ -105,8 +112,12 @@ class Peers(NamedTuple):
         rest = channel.rank % self.degree
 
         def push() -> Tensor:
-            channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
             with tiles.copy_engine(channel):
+                channel.is_open = False  # what has not been joined is on this stream, too
+                channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
+                channel.is_open = True
+                if fill is not None:
+                    fill()
                 for distance in range(1, channel.world_size):
                     peer = (channel.rank - distance) % channel.world_size
                     if peer % self.degree == rest:

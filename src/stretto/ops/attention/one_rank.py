@@ -5,6 +5,8 @@ Backward, keys come again (they are not kept), during the own keys' gradients of
 others' keys return to their ranks during those of the other half.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,8 +33,8 @@ class ContextCall(NamedTuple):
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextCall) -> tuple[Tensor, Tensor]:
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], call.plan.steps
-    rows = pack(k, v) if steps else None
-    arriving = _start(call, 0, rows)
+    rows = _new_rows(k, v, length, k.dtype) if steps else None
+    arriving = _start(call, 0, rows, partial(_fill, rows, k, v))
     parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
     for number, step in enumerate(steps):
         assert arriving is not None
@@ -51,8 +53,8 @@ def backward(
     """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
     grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
     steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
-    rows = pack(k, v) if steps else None
-    arriving = _start(call, 0, rows)
+    rows = _new_rows(k, v, length, k.dtype) if steps else None
+    arriving = _start(call, 0, rows, partial(_fill, rows, k, v))
 
     def differentiate_own(kv_heads: slice) -> Gradients:
         heads = slice(kv_heads.start * each, kv_heads.stop * each)
@@ -101,10 +103,12 @@ def backward(
     return of_q, of_k, of_v, of_sinks
 
 
-def _start(call: ContextCall, number: int, rows: Tensor | None) -> Arriving | None:
+def _start(
+    call: ContextCall, number: int, rows: Tensor | None, fill: Callable[[], object] | None = None
+) -> Arriving | None:
     """Start a step's exchange of keys and values, if there is such a step."""
     steps = call.plan.steps
-    return call.peers.start(steps[number], rows, number) if rows is not None and number < len(steps) else None
+    return call.peers.start(steps[number], rows, number, fill) if rows is not None and number < len(steps) else None
 
 
 def _add_returned(sums: Tensor | None, returning: list[tuple[ExchangeStep, Arriving]]) -> None:
@@ -134,9 +138,13 @@ def _new_rows(k: Tensor, v: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 def pack(k: Tensor, v: Tensor) -> Tensor:
     """Keys and values of positions, next to each other: [length, b, KV heads, d + e]."""
     rows = _new_rows(k, v, k.shape[2], k.dtype)
+    _fill(rows, k, v)
+    return rows
+
+
+def _fill(rows: Tensor, k: Tensor, v: Tensor) -> None:
     for target, source in zip(unpack(rows, k.shape[3]), (k, v), strict=True):
         target.copy_(source)
-    return rows
 
 
 def unpack(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:
