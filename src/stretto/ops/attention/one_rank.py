@@ -5,7 +5,6 @@ Backward, keys come again (they are not kept), during the own keys' gradients of
 others' keys return to their ranks during those of the other half.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,13 +32,12 @@ class ContextCall(NamedTuple):
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextCall) -> tuple[Tensor, Tensor]:
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], call.plan.steps
-    rows = _new_rows(k, v, length, k.dtype) if steps else None
-    arriving = _start(call, 0, rows, partial(_fill, rows, k, v))
+    rows, arriving = _start(k, v, call)
     parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
     for number, step in enumerate(steps):
         assert arriving is not None
         arrived = arriving.wait()
-        arriving = _start(call, number + 1, rows)
+        arriving = _go_on(call, number + 1, rows)
         if step.blocks:
             parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
         if arriving is not None and len(parts) > 1:  # or each step would keep a result
@@ -53,8 +51,7 @@ def backward(
     """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
     grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
     steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
-    rows = _new_rows(k, v, length, k.dtype) if steps else None
-    arriving = _start(call, 0, rows, partial(_fill, rows, k, v))
+    rows, arriving = _start(k, v, call)
 
     def differentiate_own(kv_heads: slice) -> Gradients:
         heads = slice(kv_heads.start * each, kv_heads.stop * each)
@@ -72,7 +69,7 @@ def backward(
     for number, step in enumerate(steps):
         assert arriving is not None
         arrived = arriving.wait()
-        arriving = _start(call, number + 1, rows)
+        arriving = _go_on(call, number + 1, rows)
         returned = _new_rows(k, v, len(arrived), k.dtype)
         if step.blocks:
             found = differentiate(grad, q, *unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
@@ -103,12 +100,18 @@ def backward(
     return of_q, of_k, of_v, of_sinks
 
 
-def _start(
-    call: ContextCall, number: int, rows: Tensor | None, fill: Callable[[], object] | None = None
-) -> Arriving | None:
-    """Start a step's exchange of keys and values, if there is such a step."""
+def _start(k: Tensor, v: Tensor, call: ContextCall) -> tuple[Tensor | None, Arriving | None]:
+    """Start the first step's exchange, if there is one; returns the rows of keys and values, too."""
+    if not call.plan.steps:
+        return None, None
+    rows = _new_rows(k, v, k.shape[2], k.dtype)
+    return rows, call.peers.start(call.plan.steps[0], rows, 0, partial(_fill, rows, k, v))
+
+
+def _go_on(call: ContextCall, number: int, rows: Tensor | None) -> Arriving | None:
+    """Start a further step's exchange, if there is such a step."""
     steps = call.plan.steps
-    return call.peers.start(steps[number], rows, number, fill) if rows is not None and number < len(steps) else None
+    return call.peers.start(steps[number], rows, number) if rows is not None and number < len(steps) else None
 
 
 def _add_returned(sums: Tensor | None, returning: list[tuple[ExchangeStep, Arriving]]) -> None:
