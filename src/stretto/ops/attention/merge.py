@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.ops.attention.kernels import Part
 from stretto.ops.attention.plan import Range
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import launch_cached
 
 _TILE = 4096  # numbers of a part that a program takes at a time
 
@@ -64,6 +64,8 @@ def _add(parts: Sequence[Tensor], target: Tensor) -> None:
     """Write the sum of tensors of the target's shape to it, added in fp32 or wider and rounded once."""
     if len(parts) == 1:
         target.copy_(parts[0])
+    elif len(parts) == 2:
+        torch.add(*parts, out=target)  # takes the host less than a launch by Triton
     elif target.is_cuda:
         add_on_gpu(parts, target)
     else:
@@ -178,7 +180,7 @@ def merge_on_gpu(one: _Result, other: _Result | None, sinks: Tensor | None, resu
     tile = max(1, _TILE // block)
     first, second, target = map(MergedRows.of, (one, one if other is None else other, result))
     with torch.cuda.device_of(result[0]):
-        launch_kernel(
+        launch_cached(
             merge_rows, triton.cdiv(rows, tile) * batch * heads,
             first, second, target.lse if sinks is None else sinks, target, heads, rows, size,
             HAS_OTHER=other is not None, HAS_SINKS=sinks is not None, ROWS=tile, BLOCK=block, num_warps=4,
@@ -228,7 +230,7 @@ def add_on_gpu(parts: Sequence[Tensor], target: Tensor) -> None:
     wide = tl.float64 if target.dtype == torch.float64 else tl.float32
     parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
     with torch.cuda.device_of(target):
-        launch_kernel(
+        launch_cached(
             add_rows, triton.cdiv(rows, tile) * batch * heads, tuple(map(AddedRows.of, parts)), AddedRows.of(target),
             heads, rows, size, WIDE=wide, ROWS=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
