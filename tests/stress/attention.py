@@ -18,7 +18,12 @@ from stretto.stress.team import Team
 ENTRIES = 4
 SIZE = 64
 _SHARP = 16.0  # a query's score of its own key is higher than all others by hundreds: their weights are 0
-_KERNELS = ("tiles.calls.begin_call", "tiles.signals.wait_for_all", "ops.attention.merge.merge_rows")
+_KERNELS = (
+    "tiles.calls.begin_call",
+    "tiles.signals.wait_for_all",
+    "ops.attention.merge.merge_rows",
+    "ops.attention.merge.add_rows",
+)
 
 
 class AttentionCase(WorkspaceCase):
