@@ -154,15 +154,14 @@ def _list_collectives(device: torch.device) -> Iterator[tuple[str, CheckedCall]]
                 schedule = choice.compile(dist.get_world_size(), in_place=False)
             except ValueError:  # it is for other numbers of ranks
                 continue
-            if communicator is None:
+            run: Callable[[Tensor, Tensor], object]
+            if load is None:
                 run = partial(run_on_host, schedule, reduction="sum")
             else:
-                run = partial(_run_kernel, cache(communicator.kernel), choice)
-            for elements in _BLOCKS if communicator else _BLOCKS[:2]:
-                yield (
-                    f"{collective} of {elements} by {choice.name}",
-                    partial(_call_collective, run, collective, elements),
-                )
+                run = partial(_run_kernel, load, choice)
+            for elements in _BLOCKS if load else _BLOCKS[:2]:
+                name = f"{collective} of {elements} by {choice.name}"
+                yield name, partial(_call_collective, run, collective, elements)
 
 
 def _run_kernel(load: Callable[..., Callable[..., None]], choice: AlgorithmChoice, x: Tensor, out: Tensor) -> None:
