@@ -191,7 +191,6 @@ ANSWERS = (
     Answer("bench ops --ranks 99", REFUSED, "GPU"),
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --sparsity 1", REFUSED, "0.9 would do"),
-    Answer("bench sparse --sparsities 1.5", REFUSED, "sparsity is 1.5, but must be at least 0 and less than 1"),
     Answer("bench network --proxies nativ", REFUSED, "nativ"),
     Answer("bench decoding --only atention", REFUSED, "did you mean 'attention'"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from stretto.execution import check_sparsity
 from stretto.huggingface.public_models import PUBLIC_MODELS
-from stretto.quantities import MAX_COUNT, MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB, require_least
+from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB, require_least
 from stretto.suggestions import name_known
 
 
@@ -112,32 +111,6 @@ def parse_number(text: str, what: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{what} has {text!r}, but takes whole numbers, at least 1")
     return int(text)
-
-
-@dataclass(frozen=True)
-class SparseSetting:
-    """Sparsities, numbers of a weight, and widths of layers (Singh, figure 4.1: batch 576, 128^2 to 4096^2)."""
-
-    sparsities: Annotated[tuple[float, ...], Option("Parts that are pruned, with commas.")] = (0.5, 0.8, 0.9, 0.95)
-    numbers: Annotated[int, Option("Numbers of the weight that is compressed.", least=1, most=MAX_COUNT)] = 1 << 28
-    widths: Annotated[tuple[int, ...], Option("Inputs and outputs of the layers, with commas.")] = (
-        128,
-        256,
-        512,
-        1024,
-        2048,
-        4096,
-    )
-    batch: Annotated[int, Option("Rows of the layers' inputs.", least=1, most=MAX_COUNT)] = 576
-    variants: Annotated[bool, Option("Time the bitmap's kernels in all variants, and nothing else.")] = False
-    cpu: Annotated[bool, Option("Try it on the CPU, with small --numbers and --widths.", "--cpu")] = False
-    repeats: Repeats = 20
-    rounds: Rounds = 5
-
-    def __post_init__(self) -> None:
-        for sparsity in self.sparsities:
-            check_sparsity(sparsity)
-        require_least(1, repeats=self.repeats, rounds=self.rounds)
 
 
 PROXIES = ("native", "python")

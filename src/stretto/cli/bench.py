@@ -6,7 +6,7 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.bench.settings import InferenceSetting, Needs, NetworkSetting, SparseSetting
+from stretto.bench.settings import InferenceSetting, Needs, NetworkSetting
 from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
@@ -68,14 +68,6 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     from stretto.bench.operators.run import bench_operators
 
     return bench_operators(ranks, out, setting)
-
-
-@benches.command("sparse", "stretto.bench.settings", needs=Needs.ONE_GPU)
-def sparse(setting: SparseSetting, out: Path) -> Any:
-    """Compress and expand of pruned weights beside a copy, and layers by cuBLAS and cuSPARSE."""
-    from stretto.bench.sparse_weights import bench_sparse
-
-    return bench_sparse(out, setting)
 
 
 @benches.command("network", "stretto.bench.settings")
