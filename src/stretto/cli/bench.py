@@ -12,7 +12,7 @@ from stretto.cli.settings_command import BenchApp
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
-    from stretto.bench.operators.settings import DecodingSetting, OperatorsSetting
+    from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
 benches = BenchApp(
@@ -76,14 +76,6 @@ def network(setting: NetworkSetting, out: Path) -> Any:
     from stretto.bench.network import bench_network
 
     return bench_network(out, setting)
-
-
-@benches.command("decoding", "stretto.bench.operators.settings", needs=Needs.RANKS, count=benches.count_ranks)
-def decoding(ranks: int, setting: DecodingSetting, out: Path) -> Any:
-    """Attention to a paged cache, and products with their sum and norm, compared with torch's and the backend's."""
-    from stretto.bench.operators.decoding import bench_decoding
-
-    return bench_decoding(ranks, out, setting)
 
 
 @benches.command("inference", "stretto.bench.settings", needs=Needs.RANKS, count=benches.count_ranks)
