@@ -55,7 +55,7 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
     rows = []
     memory = allocate(2 * IN_FLIGHT * setting.largest, signals=3, timeout=_TIMEOUT)
     assert isinstance(memory, HostMemory)
-    slots = PutStream(memory, peer)
+    slots = Slots(memory, peer)
     idle = _measure_idle(memory, setting.idle_seconds)
     for size in setting.sizes:
         count = max(setting.megabytes * 1_000_000 // size, 2 * IN_FLIGHT)
@@ -121,7 +121,7 @@ def _send_all(connection: socket.socket, size: int, count: int) -> float:
 
 
 @dataclass
-class PutStream:
+class Slots:
     """This rank's end of puts to its peer, and how many slices have come and been given back in all runs so far."""
 
     memory: HostMemory
