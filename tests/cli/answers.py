@@ -191,7 +191,7 @@ ANSWERS = (
     Answer("bench ops --ranks 99", REFUSED, "GPU"),
     Answer("bench ops --only gahter", REFUSED, "did you mean 'gather'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --sparsity 1", REFUSED, "0.9 would do"),
-    Answer("bench network --step 1", REFUSED, "by a factor of 1 (at least 2)"),
+    Answer("bench network --proxies nativ", REFUSED, "nativ"),
     Answer("bench embedding --dtype int8", REFUSED, "--dtype is float32, float16 or bfloat16"),
     Answer("probe --dtype fp7", REFUSED, "--dtype is 'fp7'"),
     Answer("probe --out nowhere/here.toml", REFUSED, "nowhere is not a folder"),

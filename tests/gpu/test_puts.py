@@ -39,12 +39,13 @@ def make_shard(size: int, rank: int, call: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.int32, device="cuda") * 7 + 1000 * rank + call
 
 
-def gather_in_many_calls(nodes: str, seed: int) -> list[tuple[Any, ...]]:
+def gather_in_many_calls(nodes: str, proxy: str, seed: int) -> list[tuple[Any, ...]]:
     """Random sizes, late ranks, broken connections, then a CUDA graph's replays; the calls that were wrong."""
     rng, rank, world = random.Random(seed), dist.get_rank(), dist.get_world_size()
     wrong: list[tuple[Any, ...]] = []
+    variables = {"STRETTO_NODES": nodes, "STRETTO_PROXY": proxy}
     with (
-        mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}),
+        mock.patch.dict(os.environ, variables),
         PutChannel.allocate(slots=4, slot_bytes=16384, timeout=60.0) as channel,
     ):
         for call in range(CALLS):
@@ -77,11 +78,12 @@ def gather_in_many_calls(nodes: str, seed: int) -> list[tuple[Any, ...]]:
     return wrong
 
 
+@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.exhaustive)])
 @pytest.mark.ranks(2, among=(2, 4, 8), own=(2, 4))
-def test_slices_arrive_whole_past_late_ranks_broken_connections_and_graphs(run_ranks: Run, world: int):
+def test_slices_arrive_whole_past_late_ranks_broken_connections_and_graphs(run_ranks: Run, world: int, proxy: str):
     print(f"seed {SEED}")
     nodes = f"2x{world // 2}"
-    assert run_ranks(world, gather_in_many_calls, nodes, SEED, timeout=300.0) == [[]] * world
+    assert run_ranks(world, gather_in_many_calls, nodes, proxy, SEED, timeout=300.0) == [[]] * world
 
 
 def lose_a_rank() -> str:

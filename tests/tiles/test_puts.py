@@ -16,12 +16,12 @@ from stretto.tiles.put_channel import PutChannel
 from stretto.tiles.puts import Puts, gather_slices
 
 
-def gather(sizes):
+def gather(proxy, sizes):
     """All-gathers of several sizes, by few slots that are used again and again; those that were wrong."""
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong = []
     with (
-        mock.patch.dict(os.environ, {"STRETTO_NODES": "2,1"}),
+        mock.patch.dict(os.environ, {"STRETTO_NODES": "2,1", "STRETTO_PROXY": proxy}),
         PutChannel.allocate(slots=2, slot_bytes=256, timeout=60.0, backend="host") as channel,
     ):
         for call, size in enumerate(sizes):
@@ -36,8 +36,9 @@ def gather(sizes):
 
 
 @pytest.mark.long
-def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret):
-    assert interpret(3, gather, [1, 300, 64, 129]) == [[]] * 3
+@pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.exhaustive)])
+def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret, proxy):
+    assert interpret(3, gather, proxy, [1, 300, 64, 129]) == [[]] * 3
 
 
 def lose_a_rank():

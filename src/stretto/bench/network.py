@@ -10,7 +10,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from stretto.bench.interleaved import name_size
 from stretto.bench.settings import NetworkSetting
 from stretto.memory import HostMemory, allocate
 from stretto.memory.network.descriptors import Fifo
+from stretto.memory.network.endpoint import PROXY_VARIABLE
+from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
 from stretto.memory.plain_data import all_gather_data
 
@@ -30,10 +32,11 @@ COLUMNS = (
     Column("what", "what"),
     Column("size", "size"),
     Column("sockets", "plain sockets", "{:.3g}"),
-    Column("puts", "puts", "{:.3g}"),
+    Column("native", "puts", "{:.3g}"),
+    Column("python", "puts, proxy in Python", "{:.3g}"),
     Column("ratio", "puts / sockets", "{:.2f}"),
 )
-IN_FLIGHT = 4
+_IN_FLIGHT = 4
 _ROUND_TRIPS = 500
 _ROUNDS = 3
 _TIMEOUT = 60.0
@@ -53,33 +56,46 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
     peer = 1 - dist.get_rank()
     connection = _connect(peer)
     rows = []
-    memory = allocate(2 * IN_FLIGHT * setting.largest, signals=3, timeout=_TIMEOUT)
-    assert isinstance(memory, HostMemory)
-    slots = Slots(memory, peer)
-    idle = _measure_idle(memory, setting.idle_seconds)
+    slots: dict[str, _Slots] = {}
+    idle: dict[str, float] = {}
+    for name in setting.proxies:
+        os.environ[PROXY_VARIABLE] = name
+        group = dist.new_group()  # whose endpoint has this proxy
+        memory = allocate(2 * _IN_FLIGHT * setting.largest, group, signals=3, timeout=_TIMEOUT)
+        assert isinstance(memory, HostMemory)
+        slots[name] = _Slots(memory, peer)
+        idle[name] = _measure_idle(memory, setting.idle_seconds)
     for size in setting.sizes:
-        count = max(setting.megabytes * 1_000_000 // size, 2 * IN_FLIGHT)
-        runs = {"sockets": partial(_send_all, connection, size, count), "puts": partial(slots.put_all, size, count)}
-        rates = {name: 2 * size * count / seconds / 1e9 for name, seconds in _time(runs).items()}
+        count = max(setting.megabytes * 1_000_000 // size, 2 * _IN_FLIGHT)
+        runs: dict[str, Callable[[], float]] = {"sockets": partial(_send_all, connection, size, count)}
+        for name in slots:
+            runs[name] = partial(slots[name].put_all, size, count)
+        found = _time(runs)
+        rates = {name: 2 * size * count / seconds / 1e9 for name, seconds in found.items()}
         rows.append(_row("both ways, GB/s", rates, name_size(size)))
         print_row(rows[-1])
-    found = _time({"sockets": partial(_bounce, connection), "puts": slots.bounce})
+    runs = {"sockets": partial(_bounce, connection)}
+    for name in slots:
+        runs[name] = slots[name].bounce
+    found = _time(runs)
     rows.append(_row("latency, us", {name: seconds / _ROUND_TRIPS / 2 * 1e6 for name, seconds in found.items()}, "8 B"))
     print_row(rows[-1])
-    rows.append(_row("system calls a put", {"puts": slots.count_calls()}, "8 B"))
+    calls = {name: one.count_calls() for name, one in slots.items() if isinstance(one.proxy, NativeProxy)}
+    rows.append(_row("system calls a put", calls, "8 B"))
     print_row(rows[-1])
-    rows.append(_row("idle proxy, % of a core", {"puts": idle}, None))
+    rows.append(_row("idle proxy, % of a core", idle, None))
     print_row(rows[-1])
     connection.close()
     return rows
 
 
 def _row(what: str, values: dict[str, float], size: str | None) -> dict[str, Any]:
-    ratio = values["puts"] / values["sockets"] if "sockets" in values else None
+    puts = values.get("native", values.get("python"))
+    ratio = puts / values["sockets"] if puts is not None and "sockets" in values else None
     return {"what": what, "size": size, **values, "ratio": ratio}
 
 
-def _time(runs: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+def _time(runs: dict[str, Callable[[], float]]) -> dict[str, float]:
     """The median seconds of each run, in rounds over all of them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
@@ -121,7 +137,7 @@ def _send_all(connection: socket.socket, size: int, count: int) -> float:
 
 
 @dataclass
-class Slots:
+class _Slots:
     """This rank's end of puts to its peer, and how many slices have come and been given back in all runs so far."""
 
     memory: HostMemory
@@ -136,9 +152,9 @@ class Slots:
         sent, taken = self.sent + count, self.taken + count
         started = time.perf_counter()
         while self.sent < sent or self.taken < taken:
-            if self.sent < sent and memory.has_reached(peer, 1, self.sent + 1 - IN_FLIGHT):
-                slot = self.sent % IN_FLIGHT * size
-                memory.put(peer, slot, IN_FLIGHT * size + slot, size, 0)
+            if self.sent < sent and memory.has_reached(peer, 1, self.sent + 1 - _IN_FLIGHT):
+                slot = self.sent % _IN_FLIGHT * size
+                memory.put(peer, slot, _IN_FLIGHT * size + slot, size, 0)
                 self.sent += 1
             elif self.taken < taken and memory.has_reached(peer, 0, self.taken + 1):
                 self.taken += 1
@@ -149,13 +165,14 @@ class Slots:
         return time.perf_counter() - started
 
     @property
-    def proxy(self) -> Proxy:
+    def proxy(self) -> Proxy | NativeProxy:
         """This rank's proxy."""
         assert self.memory.endpoint is not None
         return self.memory.endpoint.proxy
 
     def count_calls(self) -> float:
         """The system calls of this rank's proxy, and of waking it, for each put of `bounce`, which goes to and fro."""
+        assert isinstance(self.proxy, NativeProxy)
         before = sum(self.proxy.count_calls())
         self.bounce()
         return (sum(self.proxy.count_calls()) - before) / _ROUND_TRIPS

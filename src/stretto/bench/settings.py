@@ -113,10 +113,14 @@ def parse_number(text: str, what: str) -> int:
     return int(text)
 
 
+PROXIES = ("native", "python")
+
+
 @dataclass(frozen=True)
 class NetworkSetting:
-    """Sizes of puts. Raises ValueError for others."""
+    """Sizes of puts, and by which proxies. Raises ValueError for others."""
 
+    proxies: Annotated[tuple[str, ...], Option("native, python, with commas.")] = PROXIES
     smallest: Annotated[int, Option("Bytes of a put.")] = 64 << 10
     largest: Annotated[int, Option("Bytes of a put.")] = 4 << 20
     step: Step = 4
@@ -126,6 +130,7 @@ class NetworkSetting:
     ] = 3
 
     def __post_init__(self) -> None:
+        require_known("proxy", self.proxies, PROXIES)
         list_sizes(self.smallest, self.largest, self.step)
 
     @property

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_BYTES, MAX_SIGNALS, HostMemory, PeerError, failures, find_own_rank, group_timeout
-from stretto.memory.network.descriptors import CAPACITY, MAX_PUT_BYTES, WORDS, Fifo
+from stretto.memory.network.descriptors import CAPACITY, WORDS, Fifo
 from stretto.memory.network.endpoint import Endpoint
+from stretto.memory.network.frames import MAX_PUT_BYTES
 from stretto.memory.pinned import pin_shared
 from stretto.tiles.call_state import WaitLimit, make_state
 from stretto.tiles.intrinsics import INTERPRETED, register_record

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of two ranks, each a node, whose kernels gather by puts until all calls are made: for faults from outside.
 
-`python -m tests.memory.network.putting_rank RANK FOLDER SECONDS`. Rank 0 connects through the relay whose port is
+`python -m tests.memory.network.putting_rank RANK FOLDER PROXY SECONDS`. Rank 0 connects through the relay whose port is
 in FOLDER/relay, once FOLDER/target has the port that the relay is for. After each call a line is printed with its
 number, and at the end "right", or the error. Calls end once FOLDER/stop is there. SIGUSR1 ends the rank's proxy.
 """
@@ -17,15 +17,16 @@ import torch
 import torch.distributed as dist
 
 from stretto.memory import PeerError
+from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
 from stretto.tiles.put_channel import PutChannel
 
 SIZE = 300
 
 
-def connect_through_relay(folder):
+def connect_through_relay(folder, kind):
     """Have this rank's proxy connect to the relay in place of its peer."""
-    connect = Proxy.connect
+    connect = kind.connect
 
     def connect_to_relay(self, far):
         ((peer, (host, port)),) = far.items()
@@ -35,7 +36,7 @@ def connect_through_relay(folder):
             time.sleep(0.01)
         connect(self, {peer: (host, int((folder / "relay").read_text()))})
 
-    Proxy.connect = connect_to_relay
+    kind.connect = connect_to_relay
 
 
 def gather_until_stopped(channel, rank, folder):
@@ -55,10 +56,10 @@ def gather_until_stopped(channel, rank, folder):
 
 
 def main():
-    rank, folder, seconds = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-    os.environ |= {"STRETTO_NODES": "2x1", "GLOO_SOCKET_IFNAME": "lo"}
+    rank, folder, proxy, seconds = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], float(sys.argv[4])
+    os.environ |= {"STRETTO_NODES": "2x1", "STRETTO_PROXY": proxy, "GLOO_SOCKET_IFNAME": "lo"}
     if rank == 0:
-        connect_through_relay(folder)
+        connect_through_relay(folder, NativeProxy if proxy == "native" else Proxy)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     group = dist.new_group(timeout=timedelta(seconds=seconds))

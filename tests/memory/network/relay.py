@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 
-from tests.memory.network.frames import HEADER_BYTES, FrameKind
+from stretto.memory.network.frames import HEADER_BYTES, FrameKind
 
 SIZE_AT, KIND_AT = 56, 5
 

@@ -24,8 +24,8 @@ HARMFUL = ("link down for good", "killed", "stopped for good", "proxy ended")
 class Job:
     """Two ranks and the relay between them."""
 
-    def __init__(self, folder, rng):
-        self.folder, self.rng, self.printed, self.kinds = folder, rng, ([], []), []
+    def __init__(self, folder, rng, proxies):
+        self.folder, self.rng, self.proxies, self.printed, self.kinds = folder, rng, proxies, ([], []), []
         python = shared_server("interpreted commands").python
         self.processes = [
             subprocess.Popen(
@@ -35,6 +35,7 @@ class Job:
                     "tests.memory.network.putting_rank",
                     str(rank),
                     str(folder),
+                    proxies[rank],
                     str(SECONDS),
                 ],
                 env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
@@ -69,7 +70,7 @@ class Job:
             time.sleep(0.005)
 
     def describe(self):
-        return self.kinds, [lines[-1:] for lines in self.printed]
+        return self.proxies, self.kinds, [lines[-1:] for lines in self.printed]
 
     def inject(self, kind):
         """Make a fault; the rank that it is of, if it is of one."""
@@ -125,7 +126,7 @@ def run_faults(folder, seed, count):
             kinds.append(HARMFUL[sum(kind in HARMFUL for kind in made) % len(HARMFUL)])
         here = folder / str(len(made))
         here.mkdir()
-        job = Job(here, rng)
+        job = Job(here, rng, rng.choices(("native", "python"), k=2))
         try:
             run_job(job, kinds)
         finally:

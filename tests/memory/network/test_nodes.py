@@ -42,13 +42,14 @@ def put_around():
         return [reach.name for reach in memory.reach], found
 
 
-def on_nodes(nodes, function, *arguments):
-    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
+def on_nodes(nodes, proxy, function, *arguments):
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes, "STRETTO_PROXY": proxy}):
         return function(*arguments)
 
 
-def test_ranks_reach_other_nodes_by_puts(ranks):
-    for rank, (reach, found) in enumerate(ranks(3).run(on_nodes, "2,1", put_around)):
+@pytest.mark.parametrize("proxy", ["python", "native"])
+def test_ranks_reach_other_nodes_by_puts(ranks, proxy):
+    for rank, (reach, found) in enumerate(ranks(3).run(on_nodes, "2,1", proxy, put_around)):
         near = (rank == 2,) * 2 + (rank < 2,)
         assert reach == ["PUTS" if is_far else "LOADS_AND_STORES" for is_far in near]
         assert found == [[10 * call + peer + 1 for peer in range(3)] for call in range(3)]
@@ -83,19 +84,19 @@ def run_schedules(count, seed):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("count", "nodes", "runs"),
+    ("count", "nodes", "proxy", "runs"),
     [
-        (4, "2x2", 8),
-        (3, "2,1", 8),
-        pytest.param(2, "2x1", 100, marks=pytest.mark.exhaustive),
-        pytest.param(3, "3x1", 100, marks=pytest.mark.exhaustive),
-        pytest.param(4, "4x1", 100, marks=pytest.mark.exhaustive),
-        pytest.param(4, "2x2", 200, marks=pytest.mark.exhaustive),
+        (4, "2x2", "native", 8),
+        (3, "2,1", "python", 8),
+        pytest.param(2, "2x1", "native", 100, marks=pytest.mark.exhaustive),
+        pytest.param(3, "3x1", "native", 100, marks=pytest.mark.exhaustive),
+        pytest.param(4, "4x1", "python", 100, marks=pytest.mark.exhaustive),
+        pytest.param(4, "2x2", "native", 200, marks=pytest.mark.exhaustive),
     ],
 )
-def test_schedules_have_the_same_bits_on_several_nodes(ranks, count, nodes, runs):
+def test_schedules_have_the_same_bits_on_several_nodes(ranks, count, nodes, proxy, runs):
     print(f"seed {SEED}")
-    assert ranks(count).run(on_nodes, nodes, run_schedules, runs, SEED) == [[]] * count
+    assert ranks(count).run(on_nodes, nodes, proxy, run_schedules, runs, SEED) == [[]] * count
 
 
 def lose_a_rank():

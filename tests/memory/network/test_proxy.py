@@ -12,17 +12,29 @@ import time
 
 import pytest
 import torch
-from tests.memory.network.frames import NO_SIGNAL, FrameKind, PutFrame, pack_frame
 from tests.memory.network.relay import Relay
 from tests.processes import LIMIT
 
-from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack
+from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
+from stretto.memory.network.frames import (
+    HEADER_BYTES,
+    NO_SIGNAL,
+    FrameError,
+    FrameKind,
+    PutFrame,
+    pack_frame,
+    unpack_frame,
+)
 from stretto.memory.network.interfaces import find_interface
-from stretto.memory.network.proxy import LOCAL_REGIONS, Proxy, PutRegion
+from stretto.memory.network.native import NativeProxy
+from stretto.memory.network.proxy import Proxy
+from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
 
 TOKEN = bytes(range(16))
 SEED = random.randrange(2**31)
 SIGNALS, PAD, SIZE, CANARY = 4, 64, 1 << 16, 4096
+KINDS = {"native": (NativeProxy, NativeProxy), "python": (Proxy, Proxy), "mixed": (NativeProxy, Proxy)}
+each_proxy = pytest.mark.parametrize("kind", ["native", "python"])
 
 
 def wait_for(condition):
@@ -36,8 +48,8 @@ def wait_for(condition):
 class Pair:
     """Ranks 0 and 1 in this process, whose regions lie between canaries. Rank 0 connects through a relay, if any."""
 
-    def __init__(self, limit=30.0, **relay):
-        self.proxies = [Proxy(rank, 2, TOKEN, "127.0.0.1", limit) for rank in range(2)]
+    def __init__(self, kind, limit=30.0, **relay):
+        self.proxies = [make(rank, 2, TOKEN, "127.0.0.1", limit) for rank, make in enumerate(KINDS[kind])]
         self.relay = Relay(self.proxies[1].address, SEED, **relay) if relay else None
         addresses = [self.proxies[0].address, self.relay.address if relay else self.proxies[1].address]
         self.memories = [torch.full((PAD + SIZE + 2 * CANARY,), 0xCA, dtype=torch.uint8) for _ in range(2)]
@@ -77,13 +89,14 @@ class Pair:
         assert self.are_canaries_alive()
 
 
-def test_signals_come_in_order_after_their_bytes_whatever_the_network_does():
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_signals_come_in_order_after_their_bytes_whatever_the_network_does(kind):
     """Both ranks put small and large slices through a relay that reorders them and cuts connections in mid-frame."""
     print(f"seed {SEED}")
     rng, puts = random.Random(SEED), 150
     cuts = sorted(rng.sample(range(1, SIZE // 2), puts - 1))
     bounds = [0, *cuts, SIZE // 2]
-    with Pair(window=5, cut_every=40) as pair:
+    with Pair(kind, window=5, cut_every=40) as pair:
         source = torch.randint(1, 255, (SIZE // 2,), dtype=torch.uint8, generator=torch.Generator().manual_seed(SEED))
         for rank in range(2):
             pair.buffer(rank)[SIZE // 2 :] = source
@@ -101,9 +114,10 @@ def test_signals_come_in_order_after_their_bytes_whatever_the_network_does():
         assert min(pair.relay.cuts, pair.relay.reordered) > 0
 
 
-def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends():
+@each_proxy
+def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends(kind):
     """A kernel's last puts and credits, of which no wake tells: the peers wait for them."""
-    with Pair() as pair:
+    with Pair(kind) as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
         wait_for(lambda: pair.seen(1, 0) == 1)
         for fifo in (first := Fifo.allocate(1024), last := Fifo.allocate(1024)):
@@ -126,13 +140,14 @@ def use_in_a_child(proxy, fifo):
     proxy.close(60.0)
 
 
-def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once():
-    with Pair() as pair:
+@each_proxy
+def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once(kind):
+    with Pair(kind) as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 100, 0))
         wait_for(lambda: pair.seen(1, 0) == 1)  # a peer that was never met may still come
         pair.proxies[1].close(0.0)
         wait_for(lambda: pair.proxies[0].failure(1))
-        listener = Proxy(0, 2, TOKEN, "127.0.0.1", 30.0)  # never started
+        listener = KINDS[kind][0](0, 2, TOKEN, "127.0.0.1", 30.0)  # never started
         listener.close(60.0)
         with pytest.raises(ConnectionError):
             socket.create_connection(listener.address, timeout=LIMIT)
@@ -151,8 +166,9 @@ def test_a_forked_process_and_one_whose_proxy_has_ended_release_at_once():
 
 
 @pytest.mark.long
-def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides():
-    with Pair(limit=1.5, window=1) as pair:
+@each_proxy
+def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides(kind):
+    with Pair(kind, limit=1.5, window=1) as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 100, 0))
         wait_for(lambda: pair.seen(1, 0) == 1)
         pair.relay.take_down()
@@ -168,9 +184,10 @@ def test_a_short_outage_harms_nothing_and_a_longer_one_is_reported_on_both_sides
             assert proxy.failure(1 - rank).startswith("there was no connection for ")
 
 
-def test_a_connection_that_one_side_has_lost_unknown_to_the_other_is_opened_again():
+@each_proxy
+def test_a_connection_that_one_side_has_lost_unknown_to_the_other_is_opened_again(kind):
     """Only rank 0 opens connections, and it has nothing to send."""
-    with Pair(limit=2.0, window=1) as pair:
+    with Pair(kind, limit=2.0, window=1) as pair:
         pair.post(1, Put(0, 0, 0, 0, 0, 8, 0))
         wait_for(lambda: pair.seen(0, 0) == 1)
         pair.relay.hides_ends = True
@@ -197,8 +214,9 @@ def read_all(client):
     return data
 
 
-def test_strangers_are_closed_and_disturb_nobody():
-    with Pair() as pair:
+@each_proxy
+def test_strangers_are_closed_and_disturb_nobody(kind):
+    with Pair(kind) as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
         wait_for(lambda: pair.seen(1, 0) == 1)
         assert read_all(greet(pair, token=bytes(16))) == b""
@@ -234,8 +252,8 @@ def mutate(rng, header):
 class Target:
     """A proxy of rank 1 without its rank 0, which is played by `send`; its region lies between canaries."""
 
-    def __init__(self):
-        self.proxy = Proxy(1, 2, TOKEN, "127.0.0.1", 30.0)
+    def __init__(self, kind):
+        self.proxy = KINDS[kind][1](1, 2, TOKEN, "127.0.0.1", 30.0)
         self.memory = torch.full((PAD + SIZE + 2 * CANARY,), 0xCA, dtype=torch.uint8)
         self.region = self.memory[CANARY : CANARY + PAD + SIZE]
         self.region.zero_()
@@ -260,11 +278,11 @@ class Target:
         assert bool((self.memory[-CANARY:] == 0xCA).all())
 
 
-def send_mutated_frames(count):
+def send_mutated_frames(kind, count):
     """Frames of a peer that knows the token, each changed; nothing is written outside, and the proxy lives."""
     rng = random.Random(SEED)
     for _ in range(count // 20):
-        target, frames = Target(), []
+        target, frames = Target(kind), []
         for number in range(1, 21):
             size = rng.choice((0, 1, 100, SIZE))
             frame = PutFrame(FrameKind.PUT, 0, number, 0, 0, rng.randrange(SIZE - size + 1), size, 1)
@@ -285,9 +303,10 @@ OUTSIDE = {
 }
 
 
-def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up():
+@each_proxy
+def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up(kind):
     for fields in OUTSIDE.values():
-        target = Target()
+        target = Target(kind)
         frame = PutFrame(FrameKind.PUT, 0, 1, signal=0)._replace(**fields)
         target.send(pack_frame(frame, TOKEN) + b"\1" * frame.size)
         assert target.proxy.failure(0).startswith("a frame of it is invalid: "), fields
@@ -296,8 +315,9 @@ def test_a_frame_outside_of_its_region_is_refused_and_its_sender_given_up():
         target.end()
 
 
-def test_a_put_that_has_come_before_is_not_written_again():
-    target = Target()
+@each_proxy
+def test_a_put_that_has_come_before_is_not_written_again(kind):
+    target = Target(kind)
     for value in (1, 2):
         target.send(pack_frame(PutFrame(FrameKind.PUT, 0, 1, size=8, signal=0), TOKEN) + bytes([value] * 8))
     assert target.region[PAD : PAD + 8].tolist() == [1] * 8
@@ -305,11 +325,11 @@ def test_a_put_that_has_come_before_is_not_written_again():
     target.end()
 
 
-def read_mutated_descriptors(count):
+def read_mutated_descriptors(kind, count):
     """Descriptors with changed words: refused, or puts within the regions."""
     rng = random.Random(SEED)
     while count > 0:
-        with Pair() as pair:
+        with Pair(kind) as pair:
             fifo = pair.fifos[0]
             for _ in range(min(count, 500)):
                 words = list(pack(Put(1, 0, rng.randrange(SIZE), 0, rng.randrange(SIZE), rng.randrange(SIZE), 1)))
@@ -328,24 +348,26 @@ def read_mutated_descriptors(count):
             assert pair.proxies[0].failure(1).startswith("a descriptor is invalid: ")
 
 
-def test_mutated_frames_and_descriptors_write_nothing_outside_and_end_nobody():
+@each_proxy
+def test_mutated_frames_and_descriptors_write_nothing_outside_and_end_nobody(kind):
     print(f"seed {SEED}")
-    send_mutated_frames(300)
-    read_mutated_descriptors(200)
+    send_mutated_frames(kind, 300)
+    read_mutated_descriptors(kind, 200)
 
 
 @pytest.mark.exhaustive
-def test_100_000_mutated_frames_and_descriptors_write_nothing_outside():
+@each_proxy
+def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
     print(f"seed {SEED}")
-    send_mutated_frames(50_000)
-    read_mutated_descriptors(50_000)
+    send_mutated_frames(kind, 50_000)
+    read_mutated_descriptors(kind, 50_000)
 
 
 @pytest.mark.long
-def test_the_proxy_works_while_python_holds_the_interpreter():
+def test_the_native_proxy_works_while_python_holds_the_interpreter():
     """Descriptors are written, and a second passes, in calls that do not release the GIL."""
     holding = ctypes.PyDLL(None)
-    with Pair() as pair:
+    with Pair("native") as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
         wait_for(lambda: pair.seen(1, 0) == 1)
         pair.proxies[0].add_fifo(fifo := Fifo.allocate(64), True)
@@ -385,6 +407,16 @@ def test_the_interface_is_the_jobs(monkeypatch):
         find_interface(is_one_machine=True)
 
 
-def test_a_descriptor_whose_numbers_do_not_fit_is_refused():
+def test_descriptors_and_frames_are_read_as_they_were_written():
+    rng = random.Random(SEED)
+    for _ in range(200):
+        numbers = [rng.randrange(1 << bits) for bits in (20, 23, 40, 23, 40, 40)]
+        put = Put(*numbers, rng.choice((None, rng.randrange(1 << 20))), rng.randrange(1 << 20))
+        assert unpack(tuple(word | PHASE for word in pack(put))) == put
+        frame = PutFrame(FrameKind.PUT, *(rng.randrange(1 << bits) for bits in (32, 64, 64, 32, 64, 30, 32)))
+        assert unpack_frame(pack_frame(frame, TOKEN), TOKEN) == frame
     with pytest.raises(ValueError, match="a put's offset is 1099511627776, and must have 40 bits: 1099511627775 would"):
         pack(Put(0, 0, 0, 0, 1 << 40, 0, None))
+    with pytest.raises(FrameError, match="token"):
+        unpack_frame(pack_frame(PutFrame(FrameKind.ACK, 0), bytes(16)), TOKEN)
+    assert len(pack_frame(PutFrame(FrameKind.ACK, 0), TOKEN)) == HEADER_BYTES == 64

@@ -58,7 +58,7 @@ def refuse(group):
 
 
 def test_a_bad_index_of_another_node_harms_no_later_call(interpret):
-    (first, first_is_right), (second, second_is_right) = interpret(2, on_nodes, "1,1", refuse)
+    (first, first_is_right), (second, second_is_right) = interpret(2, on_nodes, "1,1", "auto", refuse)
     assert first == ""  # on CPUs the rank itself raises, and the others have a row of zeros
     assert "is 1000, but table 0" in second
     assert first_is_right
@@ -78,4 +78,4 @@ def test_a_bad_index_of_another_node_harms_no_later_call(interpret):
 def test_vectors_and_gradients_between_nodes_have_the_bits_of_one_node(interpret, ranks, nodes, count):
     print("seed", SEED)
     seeds = list(range(SEED, SEED + count))
-    assert interpret(ranks, on_nodes, nodes, compare, seeds, timeout=300.0) == [[]] * ranks
+    assert interpret(ranks, on_nodes, nodes, "auto", compare, seeds, timeout=300.0) == [[]] * ranks

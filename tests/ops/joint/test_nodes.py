@@ -22,9 +22,9 @@ OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
 
 
-def on_nodes(nodes, function, *arguments, seconds=60.0):
+def on_nodes(nodes, proxy, function, *arguments, seconds=60.0):
     """What the function returns, given a group whose ranks are on these nodes."""
-    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes, "STRETTO_PROXY": proxy}):
         if dist.get_rank() == 0:  # by how many groups a rank has, torch names those that it makes
             dist.new_group([0], use_local_synchronization=True)
         group = dist.new_group(timeout=timedelta(seconds=seconds))
@@ -111,7 +111,7 @@ MORE_CASES = {
 def test_products_on_several_nodes_are_right(interpret, nodes, cases):
     """Also of more elements than all slots hold, so that each is used again."""
     ranks = 3 if nodes == "2,1" else 4
-    assert interpret(ranks, on_nodes, nodes, multiply_all, cases) == [[]] * ranks
+    assert interpret(ranks, on_nodes, nodes, "auto", multiply_all, cases) == [[]] * ranks
 
 
 def multiply_by_random(group, seed, count):
@@ -128,11 +128,12 @@ def multiply_by_random(group, seed, count):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("proxy", ["native", "python"])
 @pytest.mark.parametrize("nodes", ["1,1", "2,1", "2x2", "1,2,1"])
-def test_products_by_random_schedules_on_several_nodes_are_right(interpret, nodes):
+def test_products_by_random_schedules_on_several_nodes_are_right(interpret, nodes, proxy):
     print(f"seed {SEED}")
     ranks = {"1,1": 2, "2,1": 3}.get(nodes, 4)
-    found = interpret(ranks, on_nodes, nodes, multiply_by_random, SEED, 12, timeout=3600.0)
+    found = interpret(ranks, on_nodes, nodes, proxy, multiply_by_random, SEED, 12, timeout=3600.0)
     assert found == [[]] * ranks
 
 
@@ -170,7 +171,7 @@ def lose_a_rank(group):
 
 
 def refuse_and_lose():
-    return on_nodes("2x1", refuse), on_nodes("2x1", lose_a_rank, seconds=1.5)
+    return on_nodes("2x1", "auto", refuse), on_nodes("2x1", "auto", lose_a_rank, seconds=1.5)
 
 
 def test_what_cannot_run_is_refused_and_a_lost_rank_is_named_with_node_interface_and_operator(interpret):

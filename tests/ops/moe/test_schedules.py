@@ -113,7 +113,7 @@ def compare_nodes(group, case, dtype, which, options):
 )
 def test_experts_of_several_nodes_have_the_bits_of_one_node(interpret, ranks, nodes, call):
     print(f"seed {SEED}")
-    for same in interpret(ranks, on_nodes, nodes, compare_nodes, *call, timeout=300.0):
+    for same in interpret(ranks, on_nodes, nodes, "auto", compare_nodes, *call, timeout=300.0):
         assert all(same), same
 
 
@@ -125,7 +125,7 @@ def refuse_unequal_nodes(group):
 
 
 def test_experts_of_unequal_nodes_run_the_library(interpret):
-    assert interpret(3, on_nodes, "2,1", refuse_unequal_nodes) == [8] * 3
+    assert interpret(3, on_nodes, "2,1", "auto", refuse_unequal_nodes) == [8] * 3
 
 
 @pytest.mark.exhaustive

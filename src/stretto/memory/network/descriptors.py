@@ -30,8 +30,6 @@ OFFSET_BITS, REGION_BITS, RANK_BITS, SIGNAL_BITS, OPERATOR_BITS = 40, 23, 20, 20
 PUT_AND_SIGNAL, PUT = 1, 2
 KIND_SHIFT, PEER_SHIFT, SIGNAL_SHIFT = 60, 40, 20
 CAPACITY = 1024
-MAX_PUT_BYTES = 1 << 30
-"""The most bytes of one put."""
 
 
 class Put(NamedTuple):
@@ -77,8 +75,28 @@ def pack(put: Put) -> tuple[int, int, int, int]:
     )
 
 
+def unpack(words: tuple[int, int, int, int]) -> Put:
+    """Read a descriptor's words, of any phase. ValueError for words that are none."""
+    head, source, destination, size = (word & ~PHASE for word in words)
+    kind = head >> KIND_SHIFT
+    if kind not in (PUT, PUT_AND_SIGNAL) or size >> OFFSET_BITS:
+        raise ValueError(f"{tuple(map(hex, words))} are no descriptor of a put")
+    signal = head >> SIGNAL_SHIFT & (1 << SIGNAL_BITS) - 1
+    offset = (1 << OFFSET_BITS) - 1
+    return Put(
+        head >> PEER_SHIFT & (1 << RANK_BITS) - 1,
+        source >> OFFSET_BITS,
+        source & offset,
+        destination >> OFFSET_BITS,
+        destination & offset,
+        size,
+        signal if kind == PUT_AND_SIGNAL else None,
+        head & (1 << OPERATOR_BITS) - 1,
+    )
+
+
 class Fifo:
-    """A FIFO of descriptors in host memory that the proxy reads: the end of it to which the host posts.
+    """A FIFO of descriptors in host memory that the proxy reads: both ends of it on the host.
 
     words: int64 [capacity, 4], zeros at first, where capacity is a power of two; tail: int64 [1]. For kernels both are
     pinned. One thread posts.
@@ -92,6 +110,7 @@ class Fifo:
         self._words = memoryview(words.view(-1).numpy()).cast("B").cast("Q")  # type: ignore[arg-type]
         self._tail = memoryview(tail.numpy()).cast("B").cast("Q")  # type: ignore[arg-type]
         self._posted = 0
+        self._taken = 0
         self._fence = find_fence()
 
     @classmethod
@@ -114,6 +133,19 @@ class Fifo:
             self._fence()
         self._words[at] = words[0] | phase
         self._posted += 1
+
+    def take(self) -> tuple[int, int, int, int] | None:
+        """The next descriptor's words, for the proxy; None if it is not complete yet."""
+        at = self._taken % self.capacity * WORDS
+        phase = PHASE if not self._taken // self.capacity & 1 else 0
+        words = self._words[at], self._words[at + 1], self._words[at + 2], self._words[at + 3]
+        if any(word & PHASE != phase for word in words):
+            return None
+        if self._fence is not None:
+            self._fence()
+        self._taken += 1
+        self._tail[0] = self._taken
+        return words
 
     def wait_until_read(self, seconds: float) -> bool:
         """Wait until the proxy has read all descriptors that the host has posted; False after so many seconds."""

@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group's endpoint on this rank: its proxy, its regions, and the FIFO by which the host puts."""
 
+import logging
+import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
 from stretto.memory.groups import exchange, find_own_rank, group_timeout
-from stretto.memory.network.descriptors import MAX_PUT_BYTES, Fifo, Put
+from stretto.memory.network.descriptors import Fifo, Put
+from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
 from stretto.memory.network.interfaces import NetworkInterface, find_interface
-from stretto.memory.network.proxy import LOCAL_REGIONS, TOKEN_BYTES, Proxy, PutRegion, load_library
+from stretto.memory.network.native import NativeProxy, load_library
+from stretto.memory.network.proxy import Proxy
+from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
 from stretto.memory.symmetric import PeerError
 from stretto.native_code import CompilerError
 
+logger = logging.getLogger(__name__)
+
+PROXY_VARIABLE = "STRETTO_PROXY"
+"""Which proxy: "native", "python", or "auto" (the default): native where it can be compiled."""
+_PROXIES = ("auto", "native", "python")
 _CLOSING_SECONDS = 2.0
 
 
@@ -47,19 +57,21 @@ class Endpoint:
         self._local_regions = LOCAL_REGIONS
         self._lock = threading.Lock()
         token = secrets.token_bytes(TOKEN_BYTES)
+        make: Callable[[int, int, bytes, str, float], Proxy | NativeProxy] | None = None
         interface, refusal = NetworkInterface("", ""), ""
         try:  # here, so that all ranks learn what is wrong on one, and wait for one that compiles
-            load_library()
+            make = choose_proxy()
             interface = find_interface(is_one_machine=len({name.partition(" node ")[0] for name in nodes}) == 1)
         except (ValueError, OSError, CompilerError) as error:
             refusal = str(error)
         # The token is rank 0's. Listeners open once all ranks know it, and nobody connects before the second exchange.
         offers = exchange(_Address("", interface.name, "", 0, token, refusal), group, timeout, _Address)
         _require_willing(offers)
-        proxy: Proxy | None = None
+        assert make is not None
+        proxy: Proxy | NativeProxy | None = None
         host, port = "", 0
         try:
-            proxy = Proxy(self.rank, self.world, offers[0].token, interface.address, self.timeout)
+            proxy = make(self.rank, self.world, offers[0].token, interface.address, self.timeout)
             host, port = proxy.address
         except OSError as error:
             refusal = str(error)
@@ -153,3 +165,23 @@ def _require_willing(offers: Sequence[_Address]) -> None:
     for peer, offer in enumerate(offers):
         if offer.refusal:
             raise ValueError(f"rank {peer} cannot put to other nodes: {offer.refusal}")
+
+
+def choose_proxy() -> Callable[[int, int, bytes, str, float], Proxy | NativeProxy]:
+    """The proxy that STRETTO_PROXY names, or the native one where it can be compiled and loaded.
+
+    Raises ValueError for another name; CompilerError and OSError for "native" where that cannot be.
+    """
+    asked = os.environ.get(PROXY_VARIABLE, "") or "auto"
+    if asked not in _PROXIES:
+        raise ValueError(f"{PROXY_VARIABLE} is one of {', '.join(_PROXIES)}, not {asked!r}")
+    if asked == "python":
+        return Proxy
+    try:
+        load_library()
+    except (CompilerError, OSError) as error:
+        if asked == "native":
+            raise
+        logger.warning("puts between nodes go through the proxy in Python, which takes more of a core: %s", error)
+        return Proxy
+    return NativeProxy

@@ -1,199 +1,372 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy: a thread in C++ (native/proxy.cpp), called through ctypes, that never takes the GIL.
+"""The proxy in Python: a thread that reads descriptors, sends and receives puts, and counts signals in order.
 
-It reads descriptors, sends and receives puts, and counts signals in order. It makes no CUDA call: kernels that wait for
-a put could wait for such a call, too.
+`native.NativeProxy` does the same in C++ without the GIL, with the same frames and methods; this one serves where there
+is no compiler. Neither makes a CUDA call: kernels that wait for a put could wait for such a call, too.
+
+Synchronization. The sender numbers the puts to a peer, and keeps each until the peer acknowledges it. The receiver
+writes a payload into its place when it comes, in any order, once: it drops those that it already has. A signal counts
+up only when all bytes of lower numbers are in their places. After a broken connection the greeting says what has
+arrived, and the rest is sent again. A source may change once the receiver's signal has answered it, since every frame
+also acknowledges.
 """
 
-import ctypes
-import functools
-import os
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
-from torch import Tensor
+from stretto.memory.network.descriptors import Fifo, Put, unpack
+from stretto.memory.network.frames import MAX_PUT_BYTES, NO_SIGNAL, FrameError, FrameKind, PutFrame
+from stretto.memory.network.sockets import SocketTransport
+from stretto.memory.network.transport import (
+    LOCAL_REGIONS,
+    HostTransport,
+    PutRegion,
+    PutTransport,
+    count_signal,
+    require_inside,
+    view_bytes,
+)
+from stretto.memory.symmetric import Backoff, find_fence
 
-from stretto.memory.compilation import note_loaded_kernel
-from stretto.memory.network.descriptors import Fifo
-from stretto.native_code import NativeLibrary
-
-TOKEN_BYTES = 16
-LOCAL_REGIONS = 1 << 22
-"""Regions with numbers from here on are memory of one rank alone: sources of puts, never destinations."""
-_FAILURE_BYTES = 512
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "proxy_open": (
-        ctypes.c_void_p,
-        (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p),
-    ),
-    "proxy_add_peer": (None, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
-    "proxy_start": (None, (ctypes.c_void_p,)),
-    "proxy_add_region": (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 5, ctypes.c_void_p, ctypes.c_int)),
-    "proxy_remove_region": (None, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double)),
-    "proxy_add_fifo": (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 3, ctypes.c_int)),
-    "proxy_remove_fifo": (None, (ctypes.c_void_p, ctypes.c_uint64)),
-    "proxy_wake": (None, (ctypes.c_void_p,)),
-    "proxy_failure": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
-    "proxy_count_calls": (None, (ctypes.c_void_p, ctypes.c_void_p)),
-    "proxy_break_connection": (None, (ctypes.c_void_p, ctypes.c_int)),
-    "proxy_close": (None, (ctypes.c_void_p, ctypes.c_double)),
-    "proxy_free": (None, (ctypes.c_void_p,)),
-}
+T = TypeVar("T")
+WINDOW = 1 << 16
+"""The most puts to a peer that are not acknowledged; the FIFO waits for more."""
+_BATCH = 256  # descriptors that are read before frames have their turn
+_CHECK_SECONDS = 0.02
+_LONGEST_SLEEP = 0.5
+_MAX_SILENCE = 5.0
+"""Seconds, or a quarter of the limit, after which a frame finds out whether the peer still hears."""
+_FIRST_POLL, _LONGEST_POLL = 0.0005, 0.01  # seconds between looks at the FIFOs that kernels write to
+ENDED = "it has closed the group"
 
 
-def find_library() -> Path:
-    """The compiled file; compiles it first, in a few seconds, if none has. CompilerError if that fails."""
-    return NativeLibrary(
-        name="stretto_proxy",
-        main=Path(__file__).parent / "native" / "proxy.cpp",
-        arguments=("-O2", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden", "-pthread"),
-        key=(os.uname().machine,),
-        owner="the proxy of puts between nodes",
-        what="the proxy of puts between nodes",
-        seconds="4 seconds",
-        needs="a C++20 compiler, and Linux",
-        instead="or run on one node",
-    ).find()
+@dataclass
+class _Link:
+    """This rank's puts to a peer, and the peer's to this rank."""
+
+    transport: PutTransport
+    sent: int = 0  # number of the last put
+    unacknowledged: deque[tuple[PutFrame, memoryview | None, int]] = field(default_factory=deque)
+    received: int = 0  # of the peer's puts, without a gap
+    answered: int = 0  # what the peer knows of `received`
+    early: dict[int, PutFrame] = field(default_factory=dict)  # puts that have arrived before others
+    is_up: bool = False
+    why: str = "it has not connected"
+    since: float = field(default_factory=time.monotonic)  # the last progress: an acknowledgement, or a connection
+    spoke: float = 0.0  # when the last frame went to the peer
+    failure: str | None = None
 
 
-@functools.cache
-def load_library() -> ctypes.CDLL:
-    """The library, loaded; compiled first, as `find_library`. OSError where it cannot be loaded."""
-    note_loaded_kernel()  # the other ranks wait for one that compiles
-    library = ctypes.CDLL(str(find_library()))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
-
-
-class PutRegion(NamedTuple):
-    """Memory that puts read and write: a pad of uint32 counters [world, signals], then the buffer.
-
-    number: the same on all ranks of the group; ranks count regions up from 0, and use no number twice. whole: uint8.
-    near: of the peers whose region of this number this process maps, that region.
-    """
-
-    number: int
-    whole: Tensor
-    pad_bytes: int
-    signals: int
-    near: Mapping[int, Tensor]
-
-    @property
-    def size(self) -> int:
-        """The bytes of the buffer."""
-        return self.whole.numel() - self.pad_bytes
-
-
-class SystemCalls(NamedTuple):
-    """Numbers of system calls: of the thread, and `wakes` of those that post and wake it."""
-
-    polls: int
-    sends: int
-    receives: int
-    wakes: int
+class _ProxyEnded(RuntimeError):
+    """The thread has ended, or is the parent's, in a forked process."""
 
 
 class Proxy:
     """The proxy of one rank of a group. address: to listen on; limit: seconds without a connection or acknowledgement.
 
-    Raises OSError where it cannot listen, CompilerError where it cannot be compiled.
+    `failure(peer)` says why a peer cannot be reached any more.
     """
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
-        self._library = load_library()
-        self._world = world
-        self._process = os.getpid()
-        port = ctypes.c_int(0)
-        self._opened: int | None = self._library.proxy_open(
-            rank, world, token, limit, address.encode(), ctypes.byref(port)
-        )
-        if port.value < 0:
-            self._library.proxy_free(self._opened)
-            raise OSError(-port.value, f"{os.strerror(-port.value)}: the proxy listens on {address}")
-        self.address = address, port.value
-        self._kept: dict[object, object] = {}  # the memory that the thread reads and writes
+        self._rank, self._world, self._limit = rank, world, limit
+        self._sockets = SocketTransport(rank, world, token, address)
+        self._host = HostTransport(rank, world)
+        self.address = self._sockets.address
+        self._links: dict[int, _Link] = {}
+        self._regions: dict[int, PutRegion] = {}
+        self._views: dict[int, memoryview] = {}
+        self._known = 0  # regions with lower numbers are, or were, registered
+        self._fifos: dict[Fifo, bool] = {}
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._fence = find_fence()
+        self._broken: str | None = None
+        self._is_closing = False
+        self._checked = 0.0
+        self._thread = threading.Thread(target=self._run, name="stretto-proxy", daemon=True)
 
-    @property
-    def _handle(self) -> int | None:
-        """The C++ object; None once it is closed, and in a forked process, which has not the thread."""
-        return self._opened if os.getpid() == self._process else None
-
-    def _require_open(self) -> int:
-        if (handle := self._handle) is None:
-            raise RuntimeError("the proxy has ended: it was closed")
-        return handle
+    # Called by other threads.
 
     def connect(self, far: Mapping[int, tuple[str, int]]) -> None:
         """Start the thread, and connect to the peers with these addresses; the others' regions are mapped here."""
-        for peer, (host, port) in far.items():
-            self._library.proxy_add_peer(self._handle, peer, host.encode(), port)
-        self._library.proxy_start(self._handle)
+        for peer in range(self._world):
+            self._links[peer] = _Link(self._sockets if peer in far else self._host)
+        self._sockets.connect(self, far)
+        self._thread.start()
 
     def add_region(self, region: PutRegion) -> None:
         """Let puts read and write a region."""
-        handle, near = self._require_open(), (ctypes.c_uint64 * self._world)()
-        for peer, whole in region.near.items():
-            near[peer] = whole.data_ptr()
-        self._kept[region.number] = region
-        self._library.proxy_add_region(
-            handle,
-            region.number,
-            region.whole.data_ptr(),
-            region.pad_bytes,
-            region.size,
-            region.signals,
-            near,
-            self._world,
-        )
+        self._call(lambda: self._add_region(region))
 
     def remove_region(self, number: int, seconds: float) -> None:
         """Forget a region, once what was put from it has arrived, or after so many seconds."""
-        if self._handle is not None:
-            self._library.proxy_remove_region(self._handle, number, seconds)
-            self._kept.pop(number, None)
+        with contextlib.suppress(_ProxyEnded):
+            self._wait(lambda: self._reads(number), seconds)
+            self._call(lambda: self._remove_region(number))
 
     def add_fifo(self, fifo: Fifo, is_polled: bool) -> None:
         """Read a FIFO. is_polled: kernels write to it, which wake nobody."""
-        handle = self._require_open()
-        self._kept[fifo] = fifo
-        self._library.proxy_add_fifo(handle, fifo.words.data_ptr(), fifo.capacity, fifo.tail.data_ptr(), is_polled)
+        self._call(lambda: self._fifos.update({fifo: is_polled}))
 
     def remove_fifo(self, fifo: Fifo) -> None:
-        """Read a FIFO no more."""
-        if self._handle is not None:
-            self._library.proxy_remove_fifo(self._handle, fifo.words.data_ptr())
-            self._kept.pop(fifo, None)
+        """Read a FIFO no more, after what it has: peers may wait for that."""
+        with contextlib.suppress(_ProxyEnded):
+            self._call(self._drain_fifos)
+            self._call(lambda: self._fifos.pop(fifo, None))
 
     def wake(self) -> None:
         """Have the thread look at the FIFOs now."""
-        if self._handle is not None:
-            self._library.proxy_wake(self._handle)
+        self._sockets.wake()
 
     def failure(self, peer: int) -> str | None:
         """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
-        if self._handle is None:
-            return "the group's proxy has ended"
-        text = ctypes.create_string_buffer(_FAILURE_BYTES)
-        length = self._library.proxy_failure(self._handle, peer, text, _FAILURE_BYTES)
-        return text.raw[:length].decode(errors="replace") if length else None
-
-    def count_calls(self) -> SystemCalls:
-        """The system calls that the thread has made."""
-        counts = (ctypes.c_uint64 * len(SystemCalls._fields))()
-        self._library.proxy_count_calls(self._require_open(), counts)
-        return SystemCalls(*counts)
+        return self._broken or self._links[peer].failure
 
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer, for tests: it is opened again."""
-        self._library.proxy_break_connection(self._require_open(), peer)
+        self._call(lambda: self._sockets.drop(peer, "a test broke it"))
 
     def close(self, seconds: float) -> None:
         """End the thread once all puts have arrived, or after so many seconds; tells the peers."""
-        handle, self._opened = self._handle, None
-        if handle is not None:
-            self._library.proxy_close(handle, seconds)
-            self._library.proxy_free(handle)
-            self._kept.clear()
+        if self._is_closing:
+            return
+        if self._thread.ident is None:  # it was never started
+            self._sockets.close()
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(_ProxyEnded):
+            self._call(self._drain_fifos)
+        self._wait(lambda: any(link.unacknowledged for link in self._links.values()), seconds)
+        self._is_closing = True
+        self.wake()
+        self._thread.join(seconds + 1.0)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run a function in the thread."""
+        results: SimpleQueue[T] = SimpleQueue()
+        self._commands.put(lambda: results.put(function()))
+        self.wake()
+        while self._thread.is_alive():
+            with contextlib.suppress(Empty):
+                return results.get(timeout=_LONGEST_SLEEP)
+        raise _ProxyEnded(f"the proxy has ended: {self._broken or 'it was closed'}")
+
+    def _wait(self, goes_on: Callable[[], bool], seconds: float) -> None:
+        backoff = Backoff()
+        while self._thread.is_alive() and self._call(goes_on) and backoff.pause() < seconds:
+            pass
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._broken = f"its thread ended: {error!r}"
+            raise
+        finally:
+            self._sockets.close()
+            self._host.close()
+
+    def _serve(self) -> None:
+        pause = _FIRST_POLL
+        while not self._is_closing:
+            was_busy = self._read_fifos()
+            was_busy |= self._sockets.progress(0.0 if was_busy else self._choose_sleep(pause))
+            while not self._commands.empty():
+                self._commands.get()()
+            self._acknowledge()
+            self._check_limits()
+            pause = _FIRST_POLL if was_busy else min(2 * pause, _LONGEST_POLL)
+        for peer, link in self._links.items():
+            if link.is_up:
+                self._sockets.put(peer, PutFrame(FrameKind.BYE, self._rank, received=link.received), None)
+        deadline = time.monotonic() + 1.0
+        while self._sockets.has_outgoing and time.monotonic() < deadline:
+            self._sockets.progress(0.01)
+
+    def _choose_sleep(self, pause: float) -> float:
+        if any(self._fifos.values()):
+            return pause
+        outstanding = any(link.unacknowledged or not link.is_up for link in self._links.values())
+        return _CHECK_SECONDS if outstanding else _LONGEST_SLEEP
+
+    def _add_region(self, region: PutRegion) -> None:
+        self._regions[region.number] = region
+        self._views[region.number] = view_bytes(region.whole)
+        if region.number < LOCAL_REGIONS:
+            self._known = max(self._known, region.number + 1)
+        self._host.register(region)
+
+    def _remove_region(self, number: int) -> None:
+        self._regions.pop(number, None)
+        self._views.pop(number, None)
+        self._host.unregister(number)
+
+    def _reads(self, number: int) -> bool:
+        return any(source == number for link in self._links.values() for _, _, source in link.unacknowledged)
+
+    def _read_fifos(self) -> bool:
+        was_busy = False
+        for fifo in self._fifos:
+            for _ in range(_BATCH):
+                if any(len(link.unacknowledged) >= WINDOW for link in self._links.values()):
+                    break
+                words = fifo.take()
+                if words is None:
+                    break
+                was_busy = True
+                try:
+                    self._send(unpack(words))
+                except (ValueError, FrameError) as error:
+                    self._broken = self._broken or f"a descriptor is invalid: {error}"
+        return was_busy
+
+    def _drain_fifos(self) -> None:
+        while self._read_fifos():
+            pass
+
+    def _send(self, put: Put) -> None:
+        payload = self._find_payload(put)
+        link = self._links[put.peer]
+        if link.failure is not None:
+            return
+        signal = NO_SIGNAL if put.signal is None else put.signal
+        number = link.sent + 1
+        frame = PutFrame(FrameKind.PUT, self._rank, number, link.received, put.region, put.offset, put.size, signal)
+        link.transport.put(put.peer, frame, payload)
+        link.spoke = time.monotonic()
+        link.sent = number
+        if not link.transport.is_reliable:
+            if not link.unacknowledged:
+                link.since = time.monotonic()
+            link.unacknowledged.append((frame, payload, put.source_region))
+            link.answered = link.received
+
+    def _find_payload(self, put: Put) -> memoryview | None:
+        """The bytes to send. ValueError or FrameError for a put that reads or writes outside of its regions."""
+        if not 0 <= put.peer < self._world or put.peer == self._rank:
+            raise ValueError(f"a put to rank {put.peer}: the peers of rank {self._rank} are those of {self._world}")
+        if put.size > MAX_PUT_BYTES:
+            raise ValueError(f"a put of {put.size} bytes: the limit is {MAX_PUT_BYTES}")
+        destination = self._regions.get(put.region)
+        if destination is None or put.region >= LOCAL_REGIONS:
+            raise ValueError(f"a put into region {put.region}, which is none of the group's")
+        signal = NO_SIGNAL if put.signal is None else put.signal
+        frame = PutFrame(FrameKind.PUT, self._rank, 0, 0, put.region, put.offset, put.size, signal)
+        require_inside(destination, frame, self._world)
+        if not put.size:
+            return None
+        source = self._regions.get(put.source_region)
+        if source is None or put.source + put.size > source.size:
+            raise ValueError(f"a put of {put.size} bytes from {put.source} of region {put.source_region}")
+        start = source.pad_bytes + put.source
+        return self._views[put.source_region][start : start + put.size]
+
+    def _acknowledge(self) -> None:
+        for peer, link in self._links.items():
+            if link.is_up and link.answered < link.received:
+                self._answer(peer, link)
+
+    def _answer(self, peer: int, link: _Link) -> None:
+        link.answered, link.spoke = link.received, time.monotonic()
+        self._sockets.put(peer, PutFrame(FrameKind.ACK, self._rank, received=link.received), None)
+
+    def _check_limits(self) -> None:
+        now = time.monotonic()
+        if now - self._checked < _CHECK_SECONDS:
+            return
+        self._checked = now
+        for peer, link in self._links.items():
+            if link.transport.is_reliable or link.failure is not None:
+                continue
+            if link.is_up and now - link.spoke > min(self._limit / 4, _MAX_SILENCE):
+                self._answer(peer, link)  # of a connection that the peer has lost unknown to this side, an answer tells
+            waited = now - link.since
+            if not link.is_up and waited > self._limit:
+                self._fail(peer, f"there was no connection for {waited:.3g} s: {link.why}")
+            elif link.is_up and link.unacknowledged and waited > self._limit:
+                self._fail(peer, f"it has acknowledged nothing for {waited:.3g} s")
+
+    def _fail(self, peer: int, why: str) -> None:
+        link = self._links[peer]
+        link.failure = link.failure or why
+        link.is_up = False
+        link.unacknowledged.clear()
+        link.early.clear()
+        self._sockets.forget(peer)
+
+    # Called by transports, in the thread.
+
+    def place(self, frame: PutFrame) -> memoryview | None:
+        """Where a put's payload goes; None if it came before, or its region is closed."""
+        link = self._links[frame.source]
+        if frame.number <= link.received or frame.number in link.early:
+            return None
+        if frame.number > link.received + 2 * WINDOW:
+            raise self._refuse(frame, f"it is put {frame.number}, and {link.received} have come")
+        region = self._regions.get(frame.region)
+        if region is None or frame.region >= LOCAL_REGIONS:
+            if frame.region < self._known:
+                return None
+            raise self._refuse(frame, f"there is no region {frame.region}")
+        try:
+            require_inside(region, frame, self._world)
+        except FrameError as error:
+            raise self._refuse(frame, str(error)) from error
+        start = region.pad_bytes + frame.offset
+        return self._views[frame.region][start : start + frame.size]
+
+    def _refuse(self, frame: PutFrame, why: str) -> FrameError:
+        """Give up a peer that has the token and sends what no proxy would."""
+        link = self._links[frame.source]
+        link.failure = link.failure or f"a frame of it is invalid: {why}"
+        return FrameError(why)
+
+    def arrived(self, frame: PutFrame) -> None:
+        """Note what a frame acknowledges; count the signals of puts that have no gap before them any more."""
+        link = self._links[frame.source]
+        if frame.received > link.sent:
+            raise self._refuse(frame, f"it acknowledges put {frame.received} of {link.sent}")
+        while link.unacknowledged and link.unacknowledged[0][0].number <= frame.received:
+            link.unacknowledged.popleft()
+            link.since = time.monotonic()
+        if frame.kind is FrameKind.BYE:
+            self._fail(frame.source, ENDED)
+        if frame.kind is not FrameKind.PUT or frame.number <= link.received:
+            return
+        link.early[frame.number] = frame
+        while (ready := link.early.pop(link.received + 1, None)) is not None:
+            link.received += 1
+            region = self._regions.get(ready.region)
+            if region is not None:
+                count_signal(self._views[ready.region], region, ready, self._fence)
+
+    def received_from(self, peer: int) -> int:
+        """The number of the peer's puts that have arrived without a gap."""
+        return self._links[peer].received
+
+    def connected(self, peer: int, received: int) -> None:
+        """Send again what the peer has not received."""
+        link = self._links[peer]
+        if received > link.sent:
+            raise FrameError(f"rank {peer} greets with put {received} of {link.sent}")
+        while link.unacknowledged and link.unacknowledged[0][0].number <= received:
+            link.unacknowledged.popleft()
+        link.is_up, link.since, link.answered = True, time.monotonic(), link.received
+        for frame, payload, _ in link.unacknowledged:
+            self._sockets.put(peer, frame._replace(received=link.received), payload)
+
+    def lost(self, peer: int, why: str) -> None:
+        """Note since when and why a peer is not connected; after a refused frame, give it up."""
+        link = self._links[peer]
+        if link.is_up:
+            link.since = time.monotonic()
+        link.is_up, link.why = False, why
+        if link.failure is not None:
+            self._fail(peer, link.failure)

@@ -1,19 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The proxy of puts between nodes: one thread of a rank's group, without Python and without CUDA.
 //
-// Descriptors are described in descriptors.py. A frame, the message between two proxies, is a header of 64 bytes, little
-// endian (`Frame` below), then the payload of a put: bytes of a registered region. The token is the job's: a connection
-// whose frames lack it is closed.
-//
-// Synchronization. The sender numbers the puts to a peer 1, 2, 3 and so on, and keeps each until the peer acknowledges
-// it: every frame's `received` is how many of the peer's puts have arrived here without a gap. The receiver writes a
-// payload into its place when it comes, in any order, once: it drops those that it already has. A signal counts up only
-// when all bytes of lower numbers are in their places. After a broken connection the greeting says what has arrived, and
-// the rest is sent again. A source may change once the receiver's signal has answered it.
-//
-// All state belongs to the thread, and to callers that hold `mutex`; the thread holds it while it works and releases it
-// while it sleeps. Counters and FIFO words are shared with other processes and with GPUs: they are loaded with acquire
-// and stored with release. Peers of the same machine are copied to, by their mapped regions.
+// It does what proxy.py and sockets.py do, with the same descriptors (descriptors.py) and frames (frames.py), which
+// those files describe. All state belongs to the thread, and to callers that hold `mutex`; the thread holds it while it
+// works and releases it while it sleeps. Counters and FIFO words are shared with other processes and with GPUs: they
+// are loaded with acquire and stored with release.
 
 #include <arpa/inet.h>
 #include <errno.h>

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proxy in C++ (native/proxy.cpp), called through ctypes: one thread that never takes the GIL."""
+
+import ctypes
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stretto.memory.compilation import note_loaded_kernel
+from stretto.memory.network.descriptors import Fifo
+from stretto.memory.network.transport import PutRegion
+from stretto.native_code import NativeLibrary
+
+_FAILURE_BYTES = 512
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "proxy_open": (
+        ctypes.c_void_p,
+        (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p),
+    ),
+    "proxy_add_peer": (None, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
+    "proxy_start": (None, (ctypes.c_void_p,)),
+    "proxy_add_region": (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 5, ctypes.c_void_p, ctypes.c_int)),
+    "proxy_remove_region": (None, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double)),
+    "proxy_add_fifo": (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 3, ctypes.c_int)),
+    "proxy_remove_fifo": (None, (ctypes.c_void_p, ctypes.c_uint64)),
+    "proxy_wake": (None, (ctypes.c_void_p,)),
+    "proxy_failure": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
+    "proxy_count_calls": (None, (ctypes.c_void_p, ctypes.c_void_p)),
+    "proxy_break_connection": (None, (ctypes.c_void_p, ctypes.c_int)),
+    "proxy_close": (None, (ctypes.c_void_p, ctypes.c_double)),
+    "proxy_free": (None, (ctypes.c_void_p,)),
+}
+
+
+def find_library() -> Path:
+    """The compiled file; compiles it first, in a few seconds, if none has. CompilerError if that fails."""
+    return NativeLibrary(
+        name="stretto_proxy",
+        main=Path(__file__).parent / "native" / "proxy.cpp",
+        arguments=("-O2", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden", "-pthread"),
+        key=(os.uname().machine,),
+        owner="the proxy of puts between nodes",
+        what="the proxy of puts between nodes",
+        seconds="4 seconds",
+        needs="a C++20 compiler, and Linux",
+        instead="or set STRETTO_PROXY=python, which takes more of a core",
+    ).find()
+
+
+@functools.cache
+def load_library() -> ctypes.CDLL:
+    """The library, loaded; compiled first, as `find_library`. OSError where it cannot be loaded."""
+    note_loaded_kernel()  # the other ranks wait for one that compiles
+    library = ctypes.CDLL(str(find_library()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class SystemCalls(NamedTuple):
+    """Numbers of system calls: of the thread, and `wakes` of those that post and wake it."""
+
+    polls: int
+    sends: int
+    receives: int
+    wakes: int
+
+
+class NativeProxy:
+    """The proxy of one rank of a group, as `proxy.Proxy`, with the same arguments and methods."""
+
+    def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
+        self._library = load_library()
+        self._world = world
+        self._process = os.getpid()
+        port = ctypes.c_int(0)
+        self._opened: int | None = self._library.proxy_open(
+            rank, world, token, limit, address.encode(), ctypes.byref(port)
+        )
+        if port.value < 0:
+            self._library.proxy_free(self._opened)
+            raise OSError(-port.value, f"{os.strerror(-port.value)}: the proxy listens on {address}")
+        self.address = address, port.value
+        self._kept: dict[object, object] = {}  # the memory that the thread reads and writes
+
+    @property
+    def _handle(self) -> int | None:
+        """The C++ object; None once it is closed, and in a forked process, which has not the thread."""
+        return self._opened if os.getpid() == self._process else None
+
+    def _require_open(self) -> int:
+        if (handle := self._handle) is None:
+            raise RuntimeError("the proxy has ended: it was closed")
+        return handle
+
+    def connect(self, far: Mapping[int, tuple[str, int]]) -> None:
+        """Start the thread, and connect to the peers with these addresses; the others' regions are mapped here."""
+        for peer, (host, port) in far.items():
+            self._library.proxy_add_peer(self._handle, peer, host.encode(), port)
+        self._library.proxy_start(self._handle)
+
+    def add_region(self, region: PutRegion) -> None:
+        """Let puts read and write a region."""
+        handle, near = self._require_open(), (ctypes.c_uint64 * self._world)()
+        for peer, whole in region.near.items():
+            near[peer] = whole.data_ptr()
+        self._kept[region.number] = region
+        self._library.proxy_add_region(
+            handle,
+            region.number,
+            region.whole.data_ptr(),
+            region.pad_bytes,
+            region.size,
+            region.signals,
+            near,
+            self._world,
+        )
+
+    def remove_region(self, number: int, seconds: float) -> None:
+        """Forget a region, once what was put from it has arrived, or after so many seconds."""
+        if self._handle is not None:
+            self._library.proxy_remove_region(self._handle, number, seconds)
+            self._kept.pop(number, None)
+
+    def add_fifo(self, fifo: Fifo, is_polled: bool) -> None:
+        """Read a FIFO. is_polled: kernels write to it, which wake nobody."""
+        handle = self._require_open()
+        self._kept[fifo] = fifo
+        self._library.proxy_add_fifo(handle, fifo.words.data_ptr(), fifo.capacity, fifo.tail.data_ptr(), is_polled)
+
+    def remove_fifo(self, fifo: Fifo) -> None:
+        """Read a FIFO no more."""
+        if self._handle is not None:
+            self._library.proxy_remove_fifo(self._handle, fifo.words.data_ptr())
+            self._kept.pop(fifo, None)
+
+    def wake(self) -> None:
+        """Have the thread look at the FIFOs now."""
+        if self._handle is not None:
+            self._library.proxy_wake(self._handle)
+
+    def failure(self, peer: int) -> str | None:
+        """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
+        if self._handle is None:
+            return "the group's proxy has ended"
+        text = ctypes.create_string_buffer(_FAILURE_BYTES)
+        length = self._library.proxy_failure(self._handle, peer, text, _FAILURE_BYTES)
+        return text.raw[:length].decode(errors="replace") if length else None
+
+    def count_calls(self) -> SystemCalls:
+        """The system calls that the thread has made."""
+        counts = (ctypes.c_uint64 * len(SystemCalls._fields))()
+        self._library.proxy_count_calls(self._require_open(), counts)
+        return SystemCalls(*counts)
+
+    def break_connection(self, peer: int) -> None:
+        """Break the connection to a peer, for tests: it is opened again."""
+        self._library.proxy_break_connection(self._require_open(), peer)
+
+    def close(self, seconds: float) -> None:
+        """End the thread once all puts have arrived, or after so many seconds; tells the peers."""
+        handle, self._opened = self._handle, None
+        if handle is not None:
+            self._library.proxy_close(handle, seconds)
+            self._library.proxy_free(handle)
+            self._kept.clear()
