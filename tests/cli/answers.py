@@ -84,7 +84,6 @@ ANSWERS = (
     Answer(f"plan --inference {INFERENCE} --prompt 512,2048 --seq-len 9", REFUSED, "--seq-len is no option of"),
     Answer(f"plan --inference {INFERENCE} --prompt 512,2048 --tpot 20ms", DONE, "tokens/s/GPU"),
     Answer("plan --model gpt-5b --cluster alps --batch 8 --seq-len 128 --tpot 1ms", REFUSED, "--tpot is no option of"),
-    Answer("bench inference --model lama-3-8b", REFUSED, "did you mean 'llama-3-8b'"),
     Answer("plan --model gpt-5b --cluster perlmuter --batch 8 --seq-len 128", REFUSED, "did you mean 'perlmutter'"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --dtype fp7", REFUSED, "fp7"),
     Answer("plan --model gpt-5b --cluster perlmutter --batch 8 --seq-len 128 --memory all", REFUSED, "can be auto"),

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from stretto.huggingface.public_models import PUBLIC_MODELS
-from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB, require_least
+from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB
 from stretto.suggestions import name_known
 
 
@@ -137,30 +136,3 @@ class NetworkSetting:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of puts."""
         return list_sizes(self.smallest, self.largest, self.step)
-
-
-@dataclass(frozen=True)
-class InferenceSetting:
-    """Settings of `stretto bench inference`.
-
-    The model has random weights. A batch decodes with `context` tokens in each request's cache at first; prompts run by
-    themselves. Raises ValueError for an unknown model, and for numbers that are not positive.
-    """
-
-    model: Annotated[str, Option("A public model, with random weights.")] = "llama-3-8b"
-    layers: Layers = None
-    batches: Annotated[tuple[int, ...], Option("Requests that decode at a time, with commas.")] = (1, 8, 64)
-    context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
-    prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
-    new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
-    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate, batch, gpt-fast.")] = ()
-    invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
-        False
-    )
-    rounds: Rounds = 3
-
-    def __post_init__(self) -> None:
-        if self.model not in PUBLIC_MODELS:
-            raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
-        require_known("peer", self.skip, ("generate", "batch", "gpt-fast"))
-        require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))

@@ -6,7 +6,7 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.bench.settings import InferenceSetting, Needs, NetworkSetting
+from stretto.bench.settings import Needs, NetworkSetting
 from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
@@ -76,11 +76,3 @@ def network(setting: NetworkSetting, out: Path) -> Any:
     from stretto.bench.network import bench_network
 
     return bench_network(out, setting)
-
-
-@benches.command("inference", "stretto.bench.settings", needs=Needs.RANKS, count=benches.count_ranks)
-def inference(ranks: int, setting: InferenceSetting, out: Path) -> Any:
-    """Tokens a second and time to the first token of an engine, compared with transformers' generate."""
-    from stretto.bench.inference import bench_inference
-
-    return bench_inference(ranks, out, setting)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench inference`: time per token of a batch, and of prompts, by an engine and by its peers.
+"""`python -m lab inference`: time per token of a batch, and of prompts, by an engine and by its peers.
 
 Peers, on one GPU: transformers' `generate` with a static cache, compiled; its continuous batching (`generate_batch`);
-gpt-fast's recipe (`stretto.bench.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
+gpt-fast's recipe (`lab.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
 
 --invariant: an engine with invariant=True runs in turn with the plain one. Predicted cost for Llama-3-8B's shape on one
 H200, before it was measured: decoding 1 and 8, 8% (products stream weights as fast; a launch a layer more for norms);
@@ -14,22 +14,26 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.gpt_fast import PlainDecoder
-from stretto.bench.harness import FAILURES, Column, print_row, print_table, run_ranks, write_result
-from stretto.bench.settings import InferenceSetting
+from lab.gpt_fast import PlainDecoder
+from lab.harness import Bench, Measured, keep_rows
+from stretto.bench.harness import FAILURES, Column, print_row, run_ranks
+from stretto.bench.settings import Layers, Needs, Option, Ranks, Rounds, require_known
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine
 from stretto.parallel import Grid, parallelize
 from stretto.planner.inference import PassSeconds, plan_inference
+from stretto.quantities import MAX_LENGTH, require_least
+from stretto.suggestions import name_known
 
 COLUMNS = (
     Column("what", "what"),
@@ -47,11 +51,43 @@ COLUMNS = (
 )
 
 
-def bench_inference(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[str, Any]]:
-    """Measure all batches and prompts, and print the table; the JSON is written anew after every row."""
+@dataclass(frozen=True)
+class InferenceSetting:
+    """Settings of `python -m lab inference`.
+
+    The model has random weights. A batch decodes with `context` tokens in each request's cache at first; prompts run by
+    themselves. Raises ValueError for an unknown model, and for numbers that are not positive.
+    """
+
+    model: Annotated[str, Option("A public model, with random weights.")] = "llama-3-8b"
+    layers: Layers = None
+    batches: Annotated[tuple[int, ...], Option("Requests that decode at a time, with commas.")] = (1, 8, 64)
+    context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
+    prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
+    new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
+    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate, batch, gpt-fast.")] = ()
+    invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
+        False
+    )
+    rounds: Rounds = 3
+    ranks: Ranks = None
+
+    def __post_init__(self) -> None:
+        if self.model not in PUBLIC_MODELS:
+            raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
+        require_known("peer", self.skip, ("generate", "batch", "gpt-fast"))
+        require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))
+
+
+def run_inference(setting: InferenceSetting, out: Path) -> Measured:
+    """Measure all batches and prompts; the JSON is written anew after every row."""
+    ranks = setting.ranks or 1
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
-    print_table(f"{setting.model}, {ranks} ranks", COLUMNS, rows)
-    return rows
+    return Measured(rows, _about(setting, ranks), title=f"{setting.model}, {ranks} ranks", row=COLUMNS)
+
+
+def _about(setting: InferenceSetting, ranks: int) -> dict[str, Any]:
+    return {"ranks": ranks, "model": setting.model, "layers": setting.layers}
 
 
 def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[str, Any]]:
@@ -83,7 +119,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
         rows.append(row)
         print_row(row)
         if dist.get_rank() == 0:
-            write_result(out, "inference", COLUMNS, rows, ranks=ranks, model=setting.model, layers=setting.layers)
+            keep_rows(out, "inference", COLUMNS, _about(setting, ranks), rows)
 
     for batch in setting.batches:
         runs: dict[str, Callable[[], float]] = {
@@ -280,3 +316,15 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+BENCH = Bench(
+    "inference",
+    "Tokens a second and time to the first token of an engine, compared with transformers' generate.",
+    InferenceSetting,
+    run_inference,
+    dict,
+    title="An engine beside its peers",
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)
