@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.gpt_fast import PlainDecoder
-from lab.harness import Bench, Measured, keep_rows
-from stretto.bench.harness import FAILURES, Column, print_row, run_ranks
+from lab.harness import Bench, Measured, column, keep_rows
+from stretto.bench.harness import FAILURES, print_row, run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Rounds, require_known
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
@@ -34,21 +34,6 @@ from stretto.parallel import Grid, parallelize
 from stretto.planner.inference import PassSeconds, plan_inference
 from stretto.quantities import MAX_LENGTH, require_least
 from stretto.suggestions import name_known
-
-COLUMNS = (
-    Column("what", "what"),
-    Column("stretto", "Stretto (ms)", "{:.3f}"),
-    Column("invariant", "invariant (ms)", "{:.3f}"),
-    Column("cost", "cost of invariance", "{:.0%}"),
-    Column("generate", "generate, static cache, compiled (ms)", "{:.3f}"),
-    Column("batch", "generate_batch (ms)", "{:.3f}"),
-    Column("gpt-fast", "gpt-fast's recipe (ms)", "{:.3f}"),
-    Column("limit", "bytes and FLOPs (ms)", "{:.3f}"),
-    Column("of_limit", "of the limit", "{:.0%}"),
-    Column("predicted", "plan --inference (ms)", "{:.3f}"),
-    Column("tokens", "tokens/s", "{:,.0f}"),
-    Column("error", "error"),
-)
 
 
 @dataclass(frozen=True)
@@ -79,11 +64,29 @@ class InferenceSetting:
         require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A batch that decodes, or a prompt: milliseconds of a step."""
+
+    what: str = column("what")
+    stretto: float = column("Stretto (ms)", "{:.3f}")
+    invariant: float | None = column("invariant (ms)", "{:.3f}", None)
+    cost: float | None = column("cost of invariance", "{:.0%}", None)
+    generate: float | None = column("generate, static cache, compiled (ms)", "{:.3f}", None)
+    batch: float | None = column("generate_batch (ms)", "{:.3f}", None)
+    gpt_fast: float | None = column("gpt-fast's recipe (ms)", "{:.3f}", None)
+    limit: float | None = column("bytes and FLOPs (ms)", "{:.3f}", None)
+    of_limit: float | None = column("of the limit", "{:.0%}", None)
+    predicted: float | None = column("plan --inference (ms)", "{:.3f}", None)
+    tokens: float = column("tokens/s", "{:,.0f}")
+    error: str | None = column("error", default=None)
+
+
 def run_inference(setting: InferenceSetting, out: Path) -> Measured:
     """Measure all batches and prompts; the JSON is written anew after every row."""
     ranks = setting.ranks or 1
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
-    return Measured(rows, _about(setting, ranks), title=f"{setting.model}, {ranks} ranks", row=COLUMNS)
+    return Measured(rows, _about(setting, ranks), title=f"{setting.model}, {ranks} ranks")
 
 
 def _about(setting: InferenceSetting, ranks: int) -> dict[str, Any]:
@@ -110,7 +113,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
 
     def record(what: str, predicted: PassSeconds | None, seconds: dict[str, Any], tokens: int) -> None:
         row = {"what": what, "tokens": tokens / seconds["stretto"]}
-        row |= {name: value * 1e3 if name != "error" else value for name, value in seconds.items()}
+        row |= {name.replace("-", "_"): value * 1e3 if name != "error" else value for name, value in seconds.items()}
         if "invariant" in seconds:
             row["cost"] = seconds["invariant"] / seconds["stretto"] - 1
         if predicted is not None:
@@ -119,7 +122,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
         rows.append(row)
         print_row(row)
         if dist.get_rank() == 0:
-            keep_rows(out, "inference", COLUMNS, _about(setting, ranks), rows)
+            keep_rows(out, "inference", Row, _about(setting, ranks), rows)
 
     for batch in setting.batches:
         runs: dict[str, Callable[[], float]] = {
@@ -323,7 +326,7 @@ BENCH = Bench(
     "Tokens a second and time to the first token of an engine, compared with transformers' generate.",
     InferenceSetting,
     run_inference,
-    dict,
+    Row,
     title="An engine beside its peers",
     needs=Needs.RANKS,
     about=lambda setting: {},
