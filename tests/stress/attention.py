@@ -7,13 +7,13 @@ from functools import partial
 
 import torch
 from tests.ops.attention.whole import Case, see
+from tests.stress.harness.catalogue import Check, Configuration
+from tests.stress.harness.team import Team
+from tests.stress.operators import WorkspaceCase
 
 from stretto import ops
 from stretto.ops.attention import list_chunks
 from stretto.ops.joint.registry import name_schedule
-from stretto.stress.catalogue import Check, Configuration
-from stretto.stress.operators import WorkspaceCase
-from stretto.stress.team import Team
 
 ENTRIES = 4
 SIZE = 64
