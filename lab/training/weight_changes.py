@@ -2,8 +2,9 @@
 """`python -m lab weight-changes`: an engine on one grid follows a fine-tuning on another by patches, in bits (CPU).
 
 A Llama of transformers with fp32 master weights is trained by AdamW, at learning rates of reinforcement learning, on a
-text of bytes. After each step the engine applies the step's patch (`stretto.inference.WeightChanges`); every weight is
-then compared with the trainer's, rounded to bf16, bit for bit. A second engine copies all weights, for the time.
+text of bytes. After each step the engine applies the step's patch (`stretto.inference.WeightChanges`), and a second one
+copies all weights from shard to shard, which rounds them to bf16. Every number of both is then compared bit for bit;
+after the last step also with the trainer's own weights, gathered and rounded.
 """
 
 import os
@@ -21,6 +22,7 @@ from lab.harness import Bench, column
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Option
 from stretto.inference import Engine, WeightChanges
+from stretto.inference.weights import weights_of
 from stretto.parallel import Grid, gather, parallelize
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -33,9 +35,9 @@ class WeightChangesSetting:
     """Settings of `python -m lab weight-changes`. Raises ValueError for settings that cannot work."""
 
     steps: Annotated[int, Option("Steps of each run.", least=1)] = 100
-    rates: Annotated[tuple[float, ...], Option("Learning rates.")] = (1e-6, 3e-6, 1e-5)
+    rates: Annotated[tuple[float, ...], Option("Learning rates.")] = (1e-6, 1e-5)
     hidden: Annotated[int, Option("Hidden size, in heads of 32.", least=128)] = 256
-    layers: Annotated[int, Option("Layers.", least=1)] = 4
+    layers: Annotated[int, Option("Layers.", least=1)] = 2
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,14 @@ def follow(setting: WeightChangesSetting, lr: float) -> Row:
     ]
     follower, copier = engines
     follower.load(model)
+    copier.load(model)
     changes = WeightChanges(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
     draw = torch.Generator().manual_seed(1)
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    before = _rounded(model)
-    different = changed = size = 0
+    before = _bits(copier.model)
+    different, changed, size = 0, 0.0, 0
     seconds = [0.0] * 4
     for _ in range(setting.steps):
         starts = torch.randint(len(text) - SEQ_LEN, (BATCH,), generator=draw).tolist()
@@ -102,15 +105,21 @@ def follow(setting: WeightChangesSetting, lr: float) -> Row:
         copier.load(model)
         marks.append(time.perf_counter())
         seconds = [total + after - first for total, first, after in zip(seconds, marks, marks[1:], strict=False)]
-        now, served = _rounded(model), _rounded(follower.model)
-        changed += sum(int((now[name] != before[name]).sum()) for name in now)
-        different += any(not torch.equal(now[name], served[name]) for name in now)
+        now, patched = _bits(copier.model), _bits(follower.model)
+        found = torch.tensor([int((now != before).sum()), len(now), int((now != patched).sum())])
+        dist.all_reduce(found)
+        changed += float(found[0] / found[1])
+        different += bool(found[2])
         size += sum(map(len, patches))
         before = now
+    different += not all(
+        torch.equal(gather(parameter).to(torch.bfloat16), gather(dict(follower.model.named_parameters())[name]))
+        for name, parameter in model.named_parameters()
+    )
     steps, whole = setting.steps, 2 * numbers / 1e6
     make, send, apply, load = (1e3 * total / steps for total in seconds)
     mean = size / steps / 1e6
-    return Row(lr, steps, different, changed / steps / numbers, mean, whole, mean / whole, make, send, apply, load)
+    return Row(lr, steps, different, changed / steps, mean, whole, mean / whole, make, send, apply, load)
 
 
 def _make(setting: WeightChangesSetting) -> Any:
@@ -131,12 +140,10 @@ def _make(setting: WeightChangesSetting) -> Any:
     return LlamaForCausalLM(shape)
 
 
-def _rounded(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All weights in bf16, whole, as integers."""
-    return {
-        name: gather(parameter).detach().to(torch.bfloat16).view(torch.int16).clone()
-        for name, parameter in model.named_parameters()
-    }
+def _bits(model: nn.Module) -> torch.Tensor:
+    """All numbers that this rank holds, as integers."""
+    shards = (weight.parts for weight in weights_of(model).values())
+    return torch.cat([part.numbers.flatten().view(torch.int16) for parts in shards for part in parts])
 
 
 BENCH = Bench(

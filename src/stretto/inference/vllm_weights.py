@@ -38,6 +38,7 @@ from stretto.memory import PeerError, store_all_gather
 
 _POLL = 0.005  # seconds
 _senders = itertools.count(1)
+_stores: list[dist.TCPStore] = []  # rank 0's, for other ranks that read why a sender has failed
 
 
 class Client(Protocol):
@@ -168,6 +169,8 @@ class _Meeting:
         store = dist.TCPStore(
             info.address, info.port, is_master=rank == 0, timeout=limit, wait_for_workers=False, **descriptor
         )
+        if rank == 0:
+            _stores.append(store)
         self._store = dist.PrefixStore(info.token, store)
         self.info, self.rank, self.sent = info, rank, 0
         self._size, self._device = info.trainers + info.workers, device
