@@ -6,7 +6,7 @@ gains is computed from them by the paper's own mean overlap efficiencies (sectio
 by the planner's overlapped step. The paper does not give training's batch, nor how much the cache holds in decoding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from stretto.planner.inference import plan_inference
 
 BATCH, SEQ_LEN = 256, 2048  # sequences a step, each a micro-batch: assumed
 CONTEXT = 2048  # cached tokens of a request that decodes: assumed, the prompt's
+
+
+def _paper() -> dict[str, Any]:
+    return read_paper("flux")["section-5-2"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,9 @@ class OverlappedRow:
     published: float = column("published, up to", "{:.2f}")
 
 
-def study_flux() -> Iterator[Measured | Compared]:
+def study_flux(clusters: Sequence[str] = tuple(_paper()["clusters"])) -> Iterator[Measured | Compared]:
     """Plan training on 128 GPUs and inference on 8, on each cluster, without overlap and with it."""
-    rows = [row for cluster in _paper()["clusters"] for model in _paper()["models"] for row in _phases(cluster, model)]
+    rows = [row for cluster in clusters for model in _paper()["models"] for row in _phases(cluster, model)]
     about = {"machine": ANY_CPU, "batch": BATCH, "seq_len": SEQ_LEN, "context": CONTEXT}
     yield Measured(rows, about, name="published-overlap", title="Flux, section 5.2, planned", row=OverlappedRow)
     for row in rows:
@@ -46,10 +50,6 @@ def study_flux() -> Iterator[Measured | Compared]:
         if row.published_share is not None:
             yield Compared("Flux", "figure 1, section 6", run, "communication", row.published_share, row.share)
         yield Compared("Flux", "section 5.2", run, "speed-up", f"up to {row.published:.2f}", row.efficiency)
-
-
-def _paper() -> dict[str, Any]:
-    return read_paper("flux")["section-5-2"]
 
 
 def _phases(cluster: str, model: str) -> Iterator[OverlappedRow]:

@@ -6,8 +6,10 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 
+from stretto.cluster.host_memory import check_room
 from stretto.huggingface.attention.paged_attention import refusal_of_decoding
 from stretto.huggingface.context import attentions_of
 from stretto.huggingface.pretrained_model import is_pretrained_model
@@ -105,7 +107,6 @@ class Engine:
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
         slots = {"slots": max_batch, "longest": self._longest, "page": page}
         self._runner = StepRunner(model, part, grid.device, **slots, is_invariant=self.is_invariant)
-        self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = Lockstep(grid)
@@ -122,6 +123,8 @@ class Engine:
                     f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
                     "attention), but a paged cache has those of one size"
                 )
+        self._check_room(sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size(), page)
+        self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         fuser.fuse()
         self._runner.allocate(shapes, like, self._pages + 1)
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
@@ -130,6 +133,21 @@ class Engine:
         waits = _waits_for_counts(model) and not self._few.limit
         self._runner.is_captured = capture and grid.device.type == "cuda" and not is_staged and not waits
         self._batches = _batch_sizes(max_batch)
+
+    def _check_room(self, token_bytes: int, page: int) -> None:
+        """ValueError if this rank has no memory for the cache. token_bytes: of a token, of all layers."""
+        device, needed = self.grid.device, (self._cache_tokens + page) * token_bytes
+        if device.type != "cuda":
+            check_room(needed, self.grid.communicator("world").size(), "the engine's cache", "cache")
+            return
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free -= torch.cuda.memory_allocated(device)
+        if needed > free:
+            most = int(0.9 * free / token_bytes) // page * page
+            raise ValueError(
+                f"cache_tokens is {self._cache_tokens}, whose keys and values take {needed / 1e9:.1f} GB of each rank, "
+                f"but this one's GPU has {free / 1e9:.1f} GB left; {most} would do"
+            )
 
     def generate(
         self,

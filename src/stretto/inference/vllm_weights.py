@@ -217,7 +217,8 @@ class _Meeting:
             return dist.ProcessGroupGloo(self._store, self.rank, self._size, timeout=limit)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(self._store, self.rank, self._size, options)
+        with torch.cuda.device(self._device):
+            return dist.ProcessGroupNCCL(self._store, self.rank, self._size, options)
 
     def _all_to_all(
         self, received: Tensor, sent: Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]

@@ -268,6 +268,8 @@ def apply_patches(model: nn.Module, patches: Iterable[bytes], *, after: int | No
 
 def patch_weights(weights: Mapping[str, Weight], patches: Iterable[bytes], after: int | None) -> int:
     """`apply_patches`, to weights that this rank holds in any way."""
+    if isinstance(patches, bytes):
+        raise ValueError(f"patches are {len(patches)} bytes, but must be all ranks' patches; [patch] is a list of one")
     changes, steps, covered = [], set(), {name: {} for name in weights}  # type: ignore[var-annotated]
     for patch in patches:
         tensors = _read_patch(patch)
