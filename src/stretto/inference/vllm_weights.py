@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.inference.weights import Part, Weight, WeightChanges, exchange, patch_weights, tell, weights_of
+from stretto.inference.weights import HeldPart, Weight, WeightChanges, exchange, patch_weights, tell, weights_of
 from stretto.memory import PeerError, store_all_gather
 
 _POLL = 0.005  # seconds
@@ -366,7 +366,7 @@ def _make_engine() -> type:
                     shape,
                     self.dtypes[name],
                     False,  # its dtype is as the sender says
-                    [Part(*box, torch.empty(box[1], dtype=self.dtypes[name])) for box in sorted(boxes[name])],
+                    [HeldPart(*box, torch.empty(box[1], dtype=self.dtypes[name])) for box in sorted(boxes[name])],
                 )
                 for name, shape in shapes.items()
             }

@@ -30,7 +30,7 @@ _LONG_GAP = 255  # a byte that is no end of a gap
 _copies = itertools.count(1)
 
 
-class Part(NamedTuple):
+class HeldPart(NamedTuple):
     """A rectangle of a weight that this rank holds: where it begins in the whole, its size, and a view of it."""
 
     offsets: tuple[int, ...]
@@ -44,7 +44,7 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
-    parts: list[Part]
+    parts: list[HeldPart]
 
 
 Told = Mapping[str, Sequence[Any]]
@@ -115,7 +115,7 @@ def _describe(tensor: Tensor) -> Weight:
     else:
         nowhere = (0,) * tensor.dim()
         boxes, shard = [Box(nowhere, nowhere, tuple(tensor.shape))], tensor
-    parts = [Part(box.offsets, box.sizes, _corner(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
+    parts = [HeldPart(box.offsets, box.sizes, _corner(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
     return Weight(tuple(tensor.shape), shard.dtype, isinstance(tensor, nn.Parameter), parts)
 
 
