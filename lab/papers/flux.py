@@ -70,9 +70,9 @@ def _phases(cluster: str, model: str) -> Iterator[OverlappedRow]:
     yield _row(cluster, model, "training", plain.step_time, share, plain.step_time / overlapped.step_time)
     inference = _paper()["inference"]
     for batch in inference["batches"]:
-        lengths = {"prompts": (inference["tokens"],), "contexts": (CONTEXT,)}
-        gpus = inference["gpus"]
-        plans = plan_inference(model, Cluster.preset(cluster), **lengths, batch=batch, gpus=gpus)
+        prompts, gpus = (inference["tokens"],), inference["gpus"]
+        machine = Cluster.preset(cluster)
+        plans = plan_inference(model, machine, prompts=prompts, contexts=(CONTEXT,), batch=batch, gpus=gpus)
         plan = next(each for each in plans if each.grid["x"] == gpus)
         for phase, took, times in (("prefill", plan.first_token, inference["prompts"]), ("decoding", plan.token, 1)):
             if phase == "decoding" or batch == inference["batches"][0]:

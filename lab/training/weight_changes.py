@@ -26,7 +26,8 @@ from stretto.inference.weights import weights_of
 from stretto.parallel import Grid, gather, parallelize
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
-TRAINING, SERVING = {"x": 2, "z": 2}, {"x": 4}
+TRAINING: dict[str, Any] = {"x": 2, "z": 2}
+SERVING: dict[str, Any] = {"x": 4}
 BATCH, SEQ_LEN = 4, 64
 
 

@@ -100,7 +100,8 @@ class WeightSender:
         if changes_only:
             WeightChanges(nn.Module(), dtype)  # refuses dtypes that patches do not have
         self._model, self._client, self._dtype, self._number = model, client, dtype, 0
-        self._changes_only, self._changes = changes_only, None
+        self._changes_only = changes_only
+        self._changes: WeightChanges | None = None
         self._calls = ThreadPoolExecutor(1)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         listener, place = None, "[]"
@@ -164,7 +165,7 @@ class _Meeting:
     """The ranks of a job that trains, which come first, and a server's workers, in one group."""
 
     def __init__(self, info: InitInfo, rank: int, device: torch.device, listener: socket.socket | None = None) -> None:
-        descriptor = {} if listener is None else {"master_listen_fd": listener.detach()}
+        descriptor: dict[str, Any] = {} if listener is None else {"master_listen_fd": listener.detach()}
         limit = timedelta(seconds=info.timeout)
         store = dist.TCPStore(
             info.address, info.port, is_master=rank == 0, timeout=limit, wait_for_workers=False, **descriptor
@@ -253,9 +254,12 @@ class _Meeting:
 
 
 def _parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
-    found = {name: getattr(torch, dtype, None) for text in texts for name, dtype in json.loads(text)[1].items()}
-    if wrong := [name for name, dtype in found.items() if not isinstance(dtype, torch.dtype)]:
-        raise ValueError(f"{wrong[0]} has a dtype that torch does not have")
+    found = {}
+    for name, text in ((name, text) for each in texts for name, text in json.loads(each)[1].items()):
+        dtype = getattr(torch, text, None)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} has the dtype {text!r}, which torch does not have; 'bfloat16' is one")
+        found[name] = dtype
     return found
 
 
@@ -317,7 +321,7 @@ def _find_read_parts(
         for module in model.modules():
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 if hasattr(tensor, "weight_loader"):
-                    tensor.weight_loader = reload._get_original_loader(tensor)  # type: ignore[assignment]
+                    tensor.weight_loader = reload._get_original_loader(tensor)
         with reader:
             model.load_weights(iter(placeholders.items()))  # type: ignore[operator]
     finally:
@@ -366,7 +370,10 @@ def _make_engine() -> type:
                     shape,
                     self.dtypes[name],
                     False,  # its dtype is as the sender says
-                    [HeldPart(*box, torch.empty(box[1], dtype=self.dtypes[name])) for box in sorted(boxes[name])],
+                    [
+                        HeldPart(first, sizes, torch.empty(sizes, dtype=self.dtypes[name]))
+                        for first, sizes in sorted(boxes[name])
+                    ],
                 )
                 for name, shape in shapes.items()
             }
