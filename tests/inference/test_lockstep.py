@@ -35,6 +35,7 @@ def fail() -> list[str]:
         found = []
         for case in ("both", "stuck", "ended"):
             ranks = lockstep.Lockstep(Grid(x=2))
+            dist.barrier()
             is_first = dist.get_rank() == 0
             if case == "ended" and not is_first:
                 ranks.close()
