@@ -10,13 +10,14 @@ from lab.papers import Compared
 from lab.papers.collectives import plot_curves, plot_two_level_heat_maps, study_collectives
 from lab.papers.dlrm import study_dlrm
 from lab.papers.experts import study_experts
+from lab.papers.flux import study_flux
 from lab.papers.msccl import plot_simulated_msccl, study_msccl
 from lab.papers.pipelines import plot_simulated_pipelines, study_pipelines
 from lab.papers.training import plot_scaling, study_training
 from lab.papers.zero3 import plot_zero3, study_zero3
 from stretto.bench.settings import Option, require_known
 
-PARTS = ("pipelines", "training", "collectives", "zero3", "experts", "dlrm", "msccl")
+PARTS = ("pipelines", "training", "collectives", "zero3", "experts", "dlrm", "msccl", "flux")
 STUDIES: dict[str, Callable[[], Iterator[Measured | Compared]]] = {
     "pipelines": study_pipelines,
     "training": study_training,
@@ -25,6 +26,7 @@ STUDIES: dict[str, Callable[[], Iterator[Measured | Compared]]] = {
     "experts": study_experts,
     "dlrm": study_dlrm,
     "msccl": study_msccl,
+    "flux": study_flux,
 }
 
 

@@ -5,6 +5,7 @@ company of a request."""
 import math
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,7 @@ def misuse() -> dict[str, str]:
         model = parallelize(make("llama"), other)
         said[axis] = refusal(lambda model=model: Engine(model, 2, 320))
     said["sequence"] = refusal(lambda: Engine(parallelize(make("llama"), grid, shard_sequence=True), 2, 320))
+    said["memory"] = refusal(lambda: Engine(engine.model, 2, 10**12))
     return said
 
 
@@ -191,6 +193,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
         "y": "has y=2, but an engine runs on data, x and expert: y=1 would do",
         "z": "has z=2, but an engine runs on data, x and expert: z=1 would do",
         "sequence": "shard_sequence=False would do",
+        "memory": "the engine's cache needs at least ",
     }
     assert {name: text for name, text in expected.items() if text not in first[name]} == {}
 
@@ -209,6 +212,18 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
 def test_sizes_and_models_are_checked_before_anything_is_allocated(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(**({"model": nn.Linear(1, 1), "max_batch": 1, "cache_tokens": 64} | change))
+
+
+def test_a_cache_that_a_gpu_has_no_memory_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"mem_get_info": (6_000_000, 0), "memory_reserved": 5_000_000, "memory_allocated": 1_000_000}
+    for name, value in free.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    grid = SimpleNamespace(device=torch.device("cuda"))
+    Engine._check_room(SimpleNamespace(grid=grid, _cache_tokens=9_984), 1000, 16)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"cache_tokens is 10000, .* 0\.0 GB of each rank, .* 0\.0 GB left; 8992 would"
+    ):
+        Engine._check_room(SimpleNamespace(grid=grid, _cache_tokens=10_000), 1000, 16)  # type: ignore[arg-type]
 
 
 def engine_of_one_rank() -> Engine:

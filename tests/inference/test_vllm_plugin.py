@@ -52,6 +52,12 @@ def install(patch: pytest.MonkeyPatch, version: str | None = "0.32.0", platform:
     """Put stand-ins in the place of vLLM's modules; returns the registry of its layers."""
     registry: dict[str, Any] = {}
 
+    transfers: dict[str, Any] = {}
+
+    def register_engine(name: str, module: str, made: str) -> None:
+        assert name not in transfers  # as vLLM refuses it
+        transfers[name] = module, made
+
     def register_oot(name: str) -> Callable[[type], type]:
         return lambda layer: registry.setdefault(name, layer)
 
@@ -59,6 +65,9 @@ def install(patch: pytest.MonkeyPatch, version: str | None = "0.32.0", platform:
         "vllm.platforms": {"cpu_platform_plugin": lambda: platform},
         "vllm.platforms.cpu": {"CpuPlatform": object},
         "vllm.distributed": {},
+        "vllm.distributed.weight_transfer.factory": {
+            "WeightTransferEngineFactory": SimpleNamespace(register_engine=register_engine, registered=transfers)
+        },
         "vllm.distributed.device_communicators.cpu_communicator": {"CpuCommunicator": Communicator},
         "vllm.model_executor.custom_op": {
             "op_registry_oot": registry, "PluggableLayer": SimpleNamespace(register_oot=register_oot)
@@ -128,12 +137,16 @@ def serve() -> dict[str, Any]:
                 "product": torch.allclose(product[0], x[:, :4] + 1) and product[1] is None,
                 "bias apart": torch.allclose(left_out[0], x[:, :4]) and left_out[1] is not None,
                 "quantized": made(object(), part[1], skip_bias_add=False)(part[0]),
+                "transfers": sys.modules[
+                    "vllm.distributed.weight_transfer.factory"
+                ].WeightTransferEngineFactory.registered,
                 "calls": sum(call_counts(tensor_parallel.sum_group).values()) >= 3,
             }
 
 
 def test_sums_are_ours_and_what_does_not_serve_stays_vllms(ranks: MakeRanks) -> None:
     expected = {
-        "sum": [2.0, 2.0], "other": "vLLM's own", "product": True, "bias apart": True, "quantized": None, "calls": True
+        "sum": [2.0, 2.0], "other": "vLLM's own", "product": True, "bias apart": True, "quantized": None, "calls": True,
+        "transfers": {"stretto": ("stretto.inference.vllm_weights", "WeightTransferEngine")},
     }  # fmt: skip
     assert ranks(2).run(serve) == [expected] * 2

@@ -144,6 +144,7 @@ def test_patches_that_do_not_fit_are_refused_and_change_nothing() -> None:
         ([save({"weight": torch.ones(2)})], {}, "it names no step"),
         ([first, second], {}, r"patches of the steps \[1, 2\]"),
         ([], {}, "must be all ranks' of one step"),
+        (first, {}, rf"patches are {len(first)} bytes, .*; \[patch\] is a list of one"),  # type: ignore[list-item]
         ([second], {"after": 0}, "the last one was of step 0: 1 is next"),
         ([save({"step": torch.tensor([1])})], {}, "have 0 of the 32 numbers of weight"),
         ([damaged(first, gaps=torch.full((40,), 3, dtype=torch.uint8))], {}, "does not fit"),

@@ -10,6 +10,7 @@ import pytest
 from lab.papers import symmetric
 from lab.papers.collectives import Cell, compare_claims, find_wins, study_collectives
 from lab.papers.compare import BENCH, PARTS, STUDIES, PapersSetting
+from lab.papers.flux import study_flux
 from lab.papers.machines import MACHINES, MIB, RingProtocol
 from lab.papers.training import RUNS, climb, plan_run, scale_strongly
 from lab.papers.zero3 import MODELS, Piece, list_pieces, run_step, study_zero3
@@ -211,6 +212,20 @@ def test_published_times_scale_less_well_than_the_text_claims():
     assert last.published_efficiency == pytest.approx(0.70, abs=0.005)
     assert first.days < first.published_days
     assert last.days < last.published_days
+
+
+def test_flux_gains_most_where_communication_takes_most():
+    """By hand: shares are figure 1's where the text has them; a share of s hidden by e saves s x e of the time."""
+    rows = {
+        (row.cluster, row.model, row.phase.split()[0]): row for row in next(study_flux(("a100-pcie", "dgx-a100"))).rows
+    }
+    for (cluster, model, phase), row in rows.items():
+        assert row.efficiency == pytest.approx(1 / (1 - {"a100-pcie": 0.4, "dgx-a100": 0.63}[cluster] * row.share))
+        if cluster == "dgx-a100":
+            assert row.share < rows["a100-pcie", model, phase].share
+        elif phase != "decoding":
+            assert 0.4 < row.share < 0.75
+    assert rows["dgx-a100", "gpt-3-175b", "training"].efficiency == pytest.approx(1.05, abs=0.01)
 
 
 def test_every_part_of_the_papers_has_a_study():

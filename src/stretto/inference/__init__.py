@@ -8,7 +8,9 @@ cache       the paged cache of keys and values
 runner      one step on the device; a CUDA graph a batch size
 sampling    draws tokens where each rank has a part of the vocabulary
 weights     weights from a model on another grid, and patches of what changed in them
+lockstep    ranks that step together, and which of them has failed
 vllm_plugin a plug-in for vLLM, which sums by Stretto
+vllm_weights  weights for vLLM's workers, from a model on any grid
 """
 
 from typing import TYPE_CHECKING

@@ -2,27 +2,27 @@
 """`Engine`: generates from a model that `parallelize` has put on a grid of data, x and expert."""
 
 import inspect
-import zlib
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from stretto.cluster.host_memory import check_room
 from stretto.huggingface.attention.paged_attention import refusal_of_decoding
 from stretto.huggingface.context import attentions_of
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.inference.fused_blocks import BlockFuser
+from stretto.inference.lockstep import Lockstep
 from stretto.inference.requests import Request, Sampling, parse_prompt, parse_stop
-from stretto.inference.runner import Drawn, HostStep, StepRunner, describe
+from stretto.inference.runner import Drawn, StepRunner, describe
 from stretto.inference.sampling import VocabularyPart
 from stretto.inference.scheduler import Place, Scheduler, StepPart
 from stretto.inference.weights import apply_patches, copy_weights
-from stretto.memory import failures, shared_gpus
+from stretto.memory import PeerError, failures, shared_gpus
 from stretto.ops.moe.few_tokens import MAX_TOKENS
-from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
+from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.state import require_state
@@ -113,10 +113,9 @@ class Engine:
         self._runner = StepRunner(
             model, part, grid.device, **slots, is_invariant=self.is_invariant, fuses_rotation=turns
         )
-        self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
-        self._lockstep = _Lockstep(self)
+        self._lockstep = Lockstep(grid)
         fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses)
         probes = self._runner.probe(len(attentions_of(model)), fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
@@ -128,6 +127,8 @@ class Engine:
                     f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
                     "attention), but a paged cache has those of one size"
                 )
+        self._check_room(sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size(), page)
+        self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         fuser.fuse()
         self._runner.allocate(shapes, like, self._pages + 1)
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
@@ -136,6 +137,21 @@ class Engine:
         waits = _waits_for_counts(model) and not self._few.limit
         self._runner.is_captured = capture and grid.device.type == "cuda" and not is_staged and not waits
         self._batches = _batch_sizes(max_batch)
+
+    def _check_room(self, token_bytes: int, page: int) -> None:
+        """ValueError if this rank has no memory for the cache. token_bytes: of a token, of all layers."""
+        device, needed = self.grid.device, (self._cache_tokens + page) * token_bytes
+        if device.type != "cuda":
+            check_room(needed, self.grid.communicator("world").size(), "the engine's cache", "cache")
+            return
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        free -= torch.cuda.memory_allocated(device)
+        if needed > free:
+            most = int(0.9 * free / token_bytes) // page * page
+            raise ValueError(
+                f"cache_tokens is {self._cache_tokens}, whose keys and values take {needed / 1e9:.1f} GB of each rank, "
+                f"but this one's GPU has {free / 1e9:.1f} GB left; {most} would do"
+            )
 
     def generate(
         self,
@@ -192,14 +208,17 @@ class Engine:
 
         A request's tokens arrive a step after they were launched, so that the device never waits for the host.
         Collective. Raises ValueError where ranks that must step together do not, and for an engine whose model another
-        one has taken over; PeerError where a kernel has waited for a rank in vain. Whatever it raises, all requests are
-        dropped: no token is given out that a failed step may have computed.
+        one has taken over; PeerError that names the ranks that failed, where a collective or a kernel has waited for
+        them in vain. Whatever it raises, all requests are dropped: no token is given out that a failed step may have
+        computed.
         """
         try:
             return self._step()
-        except BaseException:
+        except BaseException as error:
             self._scheduler.clear()
             self._in_flight = None
+            if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
+                self._lockstep.name_failed(error)
             raise
 
     def _step(self) -> bool:
@@ -226,8 +245,9 @@ class Engine:
         return apply_patches(self.model, patches, after=after)
 
     def close(self) -> None:
-        """Free the CUDA graphs, before the process group is destroyed."""
+        """Free the CUDA graphs, before the process group is destroyed, and what shows that this rank lives."""
         self._runner.close()
+        self._lockstep.close()
 
     def __enter__(self) -> Self:
         return self
@@ -277,36 +297,6 @@ class Engine:
                 if request.is_done:
                     done.append(part.place)
         self._scheduler.release(done)
-
-
-class _Lockstep:
-    """The ranks that step together: those of x, and, where experts are divided over data, all."""
-
-    def __init__(self, engine: Engine) -> None:
-        grid = engine.grid
-        self._x = grid.size("x")
-        axes = ("data", "x") if grid.size("expert") > 1 else ("x",)
-        partition = grid.partition(axes)
-        self._ranks = len(partition[0])
-        self._group: dist.ProcessGroup = NO_GROUP
-        if self._ranks > 1:
-            made = grid.shared_group(partition, "inference", backend="gloo")
-            assert made is not None
-            self._group = made
-
-    def agree(self, step: HostStep, *, has_work: bool) -> int:
-        """The most tokens of a rank; 0 if none has work. ValueError on all ranks if ranks of x have different steps."""
-        if self._ranks == 1:
-            return len(step.ids) * has_work
-        digest = zlib.crc32(repr(step).encode())
-        told = gather_rows(torch.tensor([[int(has_work), digest, len(step.ids)]]), self._ranks, self._group)
-        digests = told[:, 1].view(-1, self._x)
-        if (digests != digests[:, :1]).any():
-            raise ValueError(
-                "ranks that differ only in x were given different requests, or the same ones in another order, but "
-                "compute parts of the same ones: make the same calls on each of them. All requests were dropped"
-            )
-        return int(told[:, 2].max()) if told[:, 0].any() else 0
 
 
 class FewTokens:

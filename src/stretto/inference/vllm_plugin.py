@@ -4,7 +4,8 @@
 vllm.platform_plugins   `find_platform` names a subclass of vLLM's platform for CPUs, whose communicator sums over
                         tensor parallel ranks by the backend "stretto"
 vllm.general_plugins    `register_layers` replaces `RowParallelLinear` by one whose product and sum are
-                        `ops.matmul_all_reduce`, where its weight is a plain matrix; else vLLM's own code runs
+                        `ops.matmul_all_reduce`, where its weight is a plain matrix; else vLLM's own code runs. It
+                        also registers the weight transfer "stretto" (`vllm_weights`)
 
 Nothing of vLLM is imported before it calls these.
 """
@@ -53,6 +54,8 @@ def register_layers() -> None:
     ops = import_module("vllm.model_executor.custom_op")
     if "RowParallelLinear" not in ops.op_registry_oot:
         ops.PluggableLayer.register_oot(name="RowParallelLinear")(_make_row_parallel())
+        transfers = import_module("vllm.distributed.weight_transfer.factory").WeightTransferEngineFactory
+        transfers.register_engine("stretto", "stretto.inference.vllm_weights", "WeightTransferEngine")
 
 
 def __getattr__(name: str) -> Any:

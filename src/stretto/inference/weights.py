@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings a training model's weights to one on another grid, each number once, from shard to shard: all of them
-(`copy_weights`), or what has changed since the last time, as patches (`WeightChanges`, `apply_patches`).
+(`copy_weights`), or what has changed since the last time, as patches (`WeightChanges`, `apply_patches`). `Weight`,
+`exchange` and `patch_weights` are these for who holds weights in another way (`vllm_weights`).
 
 Between two steps of reinforcement learning about 98% of 16-bit weights stay as they were. A patch has, of each part of
 a parameter that a rank holds, the distances between numbers that changed, a byte each, and their new values: 3 bytes a
@@ -9,7 +10,7 @@ change, where all weights are 2 bytes a number.
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,6 +30,27 @@ _LONG_GAP = 255  # a byte that is no end of a gap
 _copies = itertools.count(1)
 
 
+class HeldPart(NamedTuple):
+    """A rectangle of a weight that this rank holds: where it begins in the whole, its size, and a view of it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    numbers: Tensor
+
+
+class Weight(NamedTuple):
+    """A parameter or a persistent buffer: the whole's shape, the dtype here, and what this rank holds of it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_parameter: bool
+    parts: list[HeldPart]
+
+
+Told = Mapping[str, Sequence[Any]]
+"""For each weight of a rank its shape and the boxes that it holds, [offsets, sizes], as JSON has them."""
+
+
 @torch.no_grad()
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Copy a model's parameters and persistent buffers into those of another of the same architecture, in place and in
@@ -39,15 +61,15 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     ValueError if these differ, before anything is sent.
     """
     grid = require_state(target, "copy_weights").grid
-    wanted, held = (_weights_of(model) for model in (target, source))
+    wanted, held = (weights_of(model) for model in (target, source))
     if state_of(source) is None:
-        _require_same(wanted, {name: parameter.shape for name, parameter in held.items()})
-        for name, parameter in wanted.items():
-            for box in _boxes_of(parameter):
-                _part(_local_of(parameter), box).copy_(_corner(held[name], box.offsets, box.sizes))
+        _require_same(tell(wanted), {name: torch.Size(weight.shape) for name, weight in held.items()})
+        for name, weight in wanted.items():
+            for part in weight.parts:
+                part.numbers.copy_(_view(held[name], part.offsets, part.sizes))
         return
     ranks = dist.get_world_size()
-    told = json.dumps([_tell(held), _tell(wanted)])
+    told = json.dumps([tell(held), tell(wanted)])
     texts = [told]
     if ranks > 1:
         world = dist.group.WORLD
@@ -57,11 +79,22 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     shapes = {name: torch.Size(shape) for each, _ in everyone for name, (shape, _) in each.items()}
     for _, want in everyone:
         _require_same(want, shapes)
-    for names in _buckets(shapes):
-        _exchange(names, everyone, held, wanted, grid)
+    # A weight's dtype is its target's: the same on all ranks.
+    dtypes = {name: weight.dtype for name, weight in wanted.items()}
+    exchange(everyone, grid.communicator("world").rank(), held, wanted, dtypes, grid.device, _send_in_job)
 
 
-def _weights_of(model: nn.Module) -> dict[str, Tensor]:
+def _send_in_job(received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int]) -> None:
+    """All to all, of bytes."""
+    world = dist.group.WORLD
+    if world is None or len(sent_sizes) == 1:
+        received.copy_(sent)
+        return
+    with collective("all_to_all", world):
+        dist.all_to_all_single(received, sent, received_sizes, sent_sizes, group=world)
+
+
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the buffers that a state dict has, by name."""
     found: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
@@ -71,59 +104,66 @@ def _weights_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def weights_of(model: nn.Module) -> dict[str, Weight]:
+    """A model's parameters, and the buffers that a state dict has, as this rank holds them."""
+    return {name: _describe(tensor) for name, tensor in _named_tensors(model).items()}
+
+
+def _describe(tensor: Tensor) -> Weight:
+    if has_layout(tensor):
+        boxes, shard = layout_of(tensor).boxes(*place_on(tensor.device_mesh)), local(tensor)  # type: ignore[attr-defined]
+    else:
+        nowhere = (0,) * tensor.dim()
+        boxes, shard = [Box(nowhere, nowhere, tuple(tensor.shape))], tensor
+    parts = [HeldPart(box.offsets, box.sizes, _corner(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
+    return Weight(tuple(tensor.shape), shard.dtype, isinstance(tensor, nn.Parameter), parts)
+
+
+def tell(weights: Mapping[str, Weight]) -> dict[str, Any]:
+    """What a rank holds or wants, for the others (`Told`)."""
+    return {
+        name: (weight.shape, [(part.offsets, part.sizes) for part in weight.parts]) for name, weight in weights.items()
+    }
+
+
 class _Piece(NamedTuple):
-    """A rectangle of a parameter: its name, where it begins in the whole and its size."""
+    """A rectangle of a weight: its name, where it begins in the whole and its size."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-Told = Mapping[str, Sequence[Any]]
-"""For each parameter of a rank its shape and the boxes that it holds, [offsets, sizes], as JSON has them."""
-
-
-def _tell(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {
-        name: (tuple(parameter.shape), [(box.offsets, box.sizes) for box in _boxes_of(parameter)])
-        for name, parameter in parameters.items()
-    }
-
-
-def _exchange(
-    names: list[str],
+def exchange(
     everyone: list[list[Told]],
-    held: Mapping[str, Tensor],
-    wanted: Mapping[str, Tensor],
-    grid: Grid,
+    rank: int,
+    held: Mapping[str, Weight],
+    wanted: Mapping[str, Weight],
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+    all_to_all: Callable[[Tensor, Tensor, list[int], list[int]], None],
 ) -> None:
-    """Send, and receive, the parts of these parameters. everyone: what each rank (holds, wants)."""
-    rank, ranks = grid.communicator("world").rank(), len(everyone)
-    sent = [_pieces(names, everyone, rank, receiver) for receiver in range(ranks)]
-    received = [_pieces(names, everyone, sender, rank) for sender in range(ranks)]
-    # A parameter's dtype is its target's: the same on all ranks.
-    packed = [
-        torch.cat([_read(held[p.name], p).to(wanted[p.name].dtype).flatten().view(torch.uint8) for p in pieces])
-        if pieces
-        else torch.empty(0, dtype=torch.uint8, device=grid.device)
-        for pieces in sent
-    ]
-    sizes = [sum(prod(p.sizes) * wanted[p.name].element_size() for p in pieces) for pieces in received]
-    if ranks == 1:
-        arrived = packed
-    else:
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=grid.device)
-        world = dist.group.WORLD
-        assert world is not None
-        with collective("all_to_all", world):
-            dist.all_to_all_single(buffer, torch.cat(packed), sizes, [len(part) for part in packed], group=world)
-        arrived = list(buffer.split(sizes))
-    for pieces, data in zip(received, arrived, strict=True):
-        lengths = [prod(p.sizes) * wanted[p.name].element_size() for p in pieces]
-        for piece, part in zip(pieces, data.split(lengths), strict=True):
-            parameter = wanted[piece.name]
-            numbers = part.clone().view(parameter.dtype)  # which may lie at no multiple of its size
-            _write(parameter, piece, numbers.view(piece.sizes))
+    """Send and receive weights, a bucket at a time. everyone: what each rank (holds, wants). dtypes: on the wire.
+
+    all_to_all: receives bytes into its first argument, and sends its second; then how many from, and to, each rank.
+    """
+    for names in _buckets({name: torch.Size(shape) for each, _ in everyone for name, (shape, _) in each.items()}):
+        sent = [_pieces(names, everyone, rank, receiver) for receiver in range(len(everyone))]
+        received = [_pieces(names, everyone, sender, rank) for sender in range(len(everyone))]
+        packed = [
+            torch.cat([_view(held[p.name], *p[1:]).to(dtypes[p.name]).flatten().view(torch.uint8) for p in pieces])
+            if pieces
+            else torch.empty(0, dtype=torch.uint8, device=device)
+            for pieces in sent
+        ]
+        lengths = [[prod(p.sizes) * dtypes[p.name].itemsize for p in pieces] for pieces in received]
+        sizes = [sum(each) for each in lengths]
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        all_to_all(buffer, torch.cat(packed), sizes, [len(part) for part in packed])
+        for pieces, data, own in zip(received, buffer.split(sizes), lengths, strict=True):
+            for piece, part in zip(pieces, data.split(own), strict=True):
+                numbers = part.clone().view(dtypes[piece.name])  # which may lie at no multiple of its size
+                _view(wanted[piece.name], *piece[1:]).copy_(numbers.view(piece.sizes))
 
 
 def _pieces(names: list[str], everyone: list[list[Told]], sender: int, receiver: int) -> list[_Piece]:
@@ -136,7 +176,7 @@ def _pieces(names: list[str], everyone: list[list[Told]], sender: int, receiver:
             holders = (each for each in order if [offsets, sizes] in everyone[each][0].get(name, ((), []))[1])
             if next(holders) != sender:
                 continue
-            for want_offsets, want_sizes in everyone[receiver][1][name][1]:
+            for want_offsets, want_sizes in everyone[receiver][1].get(name, ((), []))[1]:
                 overlap = _overlap(offsets, sizes, want_offsets, want_sizes)
                 if overlap is not None:
                     found.append(_Piece(name, *overlap))
@@ -182,7 +222,10 @@ class WeightChanges:
         state = state_of(model)
         grid = None if state is None else state.grid
         self._before = {
-            name: self._round(weight).clone() for name, weight in _weights_of(model).items() if _is_first(weight, grid)
+            name: [self._round(part.numbers, weight).clone() for part in weight.parts]
+            for name, tensor in _named_tensors(model).items()
+            if _is_first(tensor, grid)
+            for weight in [_describe(tensor)]
         }
 
     @torch.no_grad()
@@ -192,25 +235,24 @@ class WeightChanges:
 
         self._step += 1
         tensors = {"step": torch.tensor([self._step])}
-        weights = _weights_of(self._model)
+        weights = weights_of(self._model)
         for name, before in self._before.items():
-            now = self._round(weights[name])
-            for number, box in enumerate(_boxes_of(weights[name])):
-                old, new = (_part(each, box).flatten() for each in (before, now))
+            for number, (was, part) in enumerate(zip(before, weights[name].parts, strict=True)):
+                now = self._round(part.numbers, weights[name])
+                old, new = was.flatten(), now.flatten()
                 size = new.element_size()
                 of_bytes = old.view(torch.uint8).view(-1, size) != new.view(torch.uint8).view(-1, size)
                 changed = of_bytes.any(1).nonzero().squeeze(1)
                 key = f"{name}:{number}"
-                tensors[f"{key}:box"] = torch.tensor([box.offsets, box.sizes], dtype=torch.int64)
+                tensors[f"{key}:box"] = torch.tensor([part.offsets, part.sizes], dtype=torch.int64)
                 tensors[f"{key}:gaps"] = _encode_gaps(changed).cpu()
                 tensors[f"{key}:values"] = new[changed].cpu()
-            before.copy_(now)
+                was.copy_(now)
         return save(tensors)
 
-    def _round(self, weight: Tensor) -> Tensor:
-        """This rank's numbers of a weight, as a patch has them."""
-        shard = _local_of(weight).detach()
-        return shard.to(self._dtype) if isinstance(weight, nn.Parameter) else shard
+    def _round(self, numbers: Tensor, weight: Weight) -> Tensor:
+        """Numbers of a weight, as a patch has them."""
+        return numbers.to(self._dtype) if weight.is_parameter else numbers
 
 
 @torch.no_grad()
@@ -221,13 +263,19 @@ def apply_patches(model: nn.Module, patches: Iterable[bytes], *, after: int | No
     made from. after: the step of the patch that was applied before. Raises ValueError for patches that are damaged, of
     several steps, of another step than the next, or of another model, and if one is missing; nothing is then changed.
     """
-    parameters = _weights_of(model)
-    changes, steps, covered = [], set(), {name: {} for name in parameters}  # type: ignore[var-annotated]
+    return patch_weights(weights_of(model), patches, after)
+
+
+def patch_weights(weights: Mapping[str, Weight], patches: Iterable[bytes], after: int | None) -> int:
+    """`apply_patches`, to weights that this rank holds in any way."""
+    if isinstance(patches, bytes):
+        raise ValueError(f"patches are {len(patches)} bytes, but must be all ranks' patches; [patch] is a list of one")
+    changes, steps, covered = [], set(), {name: {} for name in weights}  # type: ignore[var-annotated]
     for patch in patches:
         tensors = _read_patch(patch)
         steps.add(int(tensors.pop("step")))
         for key in [key.removesuffix(":box") for key in tensors if key.endswith(":box")]:
-            change = _parse_change(key, tensors, parameters)
+            change = _parse_change(key, tensors, weights)
             # Stages that share a parameter have both sent it.
             if change.piece.offsets not in covered[change.piece.name]:
                 covered[change.piece.name][change.piece.offsets] = prod(change.piece.sizes)
@@ -237,14 +285,14 @@ def apply_patches(model: nn.Module, patches: Iterable[bytes], *, after: int | No
     (step,) = steps
     if after is not None and step != after + 1:
         raise ValueError(f"this is the patch of step {step}, but the last one was of step {after}: {after + 1} is next")
-    for name, parameter in parameters.items():
-        if sum(covered[name].values()) != parameter.numel():
+    for name, weight in weights.items():
+        if sum(covered[name].values()) != prod(weight.shape):
             raise ValueError(
-                f"the patches have {sum(covered[name].values())} of the {parameter.numel()} numbers of {name}: those "
+                f"the patches have {sum(covered[name].values())} of the {prod(weight.shape)} numbers of {name}: those "
                 "of all ranks are needed"
             )
     for change in changes:
-        _apply(parameters[change.piece.name], change)
+        _apply(weights[change.piece.name], change)
     return step
 
 
@@ -269,17 +317,17 @@ def _read_patch(patch: bytes) -> dict[str, Tensor]:
     return tensors
 
 
-def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> _Change:
+def _parse_change(key: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> _Change:
     """A change of a file that may be anything."""
     name = key.rpartition(":")[0]
-    if name not in parameters:
+    if name not in weights:
         raise ValueError(f"a patch is of {name!r}, which this model does not have")
-    shape = parameters[name].shape
+    shape, dtype = weights[name].shape, weights[name].dtype
     box, gaps, values = (tensors.get(f"{key}:{part}", torch.empty(0)) for part in ("box", "gaps", "values"))
     is_valid = box.shape == (2, len(shape)) and box.dtype == torch.int64 and gaps.dtype == torch.uint8
-    has_own = not isinstance(parameters[name], nn.Parameter)  # buffers have their own dtypes
     is_valid &= gaps.dim() == values.dim() == 1
-    is_valid &= values.dtype == parameters[name].dtype if has_own else values.dtype in _DTYPES
+    # Buffers have their own dtypes.
+    is_valid &= values.dtype in _DTYPES if weights[name].is_parameter else values.dtype == dtype
     if is_valid:
         offsets, sizes = (tuple(part) for part in box.tolist())
         limits = zip(offsets, sizes, shape, strict=True)
@@ -287,35 +335,31 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], parameters: Mapping[s
     places = _decode_gaps(gaps) if is_valid else gaps
     if not is_valid or len(places) != len(values) or (len(places) and int(places[-1]) >= prod(sizes)):
         raise ValueError(f"the part {key!r} of a patch does not fit this model's {name}, {list(shape)}")
-    if parameters[name].dtype in _DTYPES and parameters[name].dtype != values.dtype:
+    if dtype in _DTYPES and dtype != values.dtype:
         raise ValueError(
-            f"a patch is of {values.dtype} and this model's {name} of {parameters[name].dtype}, which would round its "
-            f"numbers; WeightChanges(model, {parameters[name].dtype}) would do"
+            f"a patch is of {values.dtype} and this model's {name} of {dtype}, which would round its numbers; "
+            f"WeightChanges(model, {dtype}) would do"
         )
     return _Change(_Piece(name, offsets, sizes), places, values)
 
 
-def _apply(parameter: Tensor, change: _Change) -> None:
+def _apply(weight: Weight, change: _Change) -> None:
     """Write the values that this rank holds."""
-    if not len(change.places):
+    if not len(change.places) or not weight.parts:
         return
-    shard = _local_of(parameter)
-    places, values = change.places.to(shard.device), change.values.to(shard.device, shard.dtype)
-    at = []  # in the whole parameter, by dim
-    rest = places
+    device = weight.parts[0].numbers.device
+    rest, values = change.places.to(device), change.values.to(device, weight.dtype)
+    at = []  # in the whole, by dim
     for size in reversed(change.piece.sizes):
         at.append(rest % size)
         rest = rest // size
     at = [index + first for index, first in zip(reversed(at), change.piece.offsets, strict=True)]
-    for box in _boxes_of(parameter):
-        inside = torch.ones_like(places, dtype=torch.bool)
-        for index, first, size in zip(at, box.offsets, box.sizes, strict=True):
+    for part in weight.parts:
+        inside = torch.ones_like(values, dtype=torch.bool)
+        for index, first, size in zip(at, part.offsets, part.sizes, strict=True):
             inside &= (index >= first) & (index < first + size)
-        here = tuple(
-            index[inside] - first + start
-            for index, first, start in zip(at, box.offsets, box.local_offsets, strict=True)
-        )
-        shard[here] = values[inside]
+        here = tuple(index[inside] - first for index, first in zip(at, part.offsets, strict=True))
+        part.numbers[here] = values[inside]
 
 
 def _encode_gaps(places: Tensor) -> Tensor:
@@ -337,30 +381,14 @@ def _decode_gaps(encoded: Tensor) -> Tensor:
     return before + torch.arange(len(before))
 
 
-def _require_same(wanted: Mapping[str, object], shapes: Mapping[str, torch.Size]) -> None:
+def _require_same(wanted: Told, shapes: Mapping[str, torch.Size]) -> None:
     others = sorted(wanted.keys() ^ shapes.keys())
-    different = [name for name in wanted.keys() & shapes.keys() if _shape(wanted[name]) != shapes[name]]
+    different = [name for name in wanted.keys() & shapes.keys() if torch.Size(wanted[name][0]) != shapes[name]]
     if others or different:
         raise ValueError(
             f"{', '.join((others + sorted(different))[:3])}: the two models must have the same parameters; build both "
             "from one configuration"
         )
-
-
-def _shape(found: object) -> torch.Size:
-    return found.shape if isinstance(found, Tensor) else torch.Size(found[0])  # type: ignore[index]
-
-
-def _local_of(parameter: Tensor) -> Tensor:
-    return local(parameter) if has_layout(parameter) else parameter
-
-
-def _boxes_of(parameter: Tensor) -> list[Box]:
-    """The parts of a parameter that this rank holds."""
-    if not has_layout(parameter):
-        nowhere = (0,) * parameter.dim()
-        return [Box(nowhere, nowhere, tuple(parameter.shape))]
-    return layout_of(parameter).boxes(*place_on(parameter.device_mesh))  # type: ignore[attr-defined]
 
 
 def _is_first(parameter: Tensor, grid: Grid | None) -> bool:
@@ -374,27 +402,13 @@ def _is_first(parameter: Tensor, grid: Grid | None) -> bool:
     return all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in cut)
 
 
-def _part(shard: Tensor, box: Box) -> Tensor:
-    return _corner(shard, box.local_offsets, box.sizes)
-
-
-def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    return tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]
-
-
-def _read(parameter: Tensor, piece: _Piece) -> Tensor:
+def _view(weight: Weight, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """A rectangle that this rank holds."""
-    return _corner(_local_of(parameter), _place(parameter, piece), piece.sizes).contiguous()
+    for part in weight.parts:
+        if _overlap(part.offsets, part.sizes, offsets, sizes) == (tuple(offsets), tuple(sizes)):
+            return _corner(part.numbers, [at - first for at, first in zip(offsets, part.offsets, strict=True)], sizes)
+    raise AssertionError(f"this rank does not hold {sizes} at {offsets}")
 
 
-def _write(parameter: Tensor, piece: _Piece, numbers: Tensor) -> None:
-    _corner(_local_of(parameter), _place(parameter, piece), piece.sizes).copy_(numbers)
-
-
-def _place(parameter: Tensor, piece: _Piece) -> tuple[int, ...]:
-    """Where a rectangle begins in this rank's shard."""
-    for box in _boxes_of(parameter):
-        if _overlap(box.offsets, box.sizes, piece.offsets, piece.sizes) == (piece.offsets, piece.sizes):
-            shifts = zip(piece.offsets, box.offsets, box.local_offsets, strict=True)
-            return tuple(at - first + start for at, first, start in shifts)
-    raise AssertionError(f"this rank does not hold {piece}")
+def _corner(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]

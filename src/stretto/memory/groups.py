@@ -3,7 +3,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -205,11 +205,12 @@ def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: in
     return texts
 
 
-def find_missing(group: dist.ProcessGroup, topic: str, timeout: float) -> list[int]:
+def find_missing(group: dist.ProcessGroup, topic: str, timeout: float, *, known: Sequence[int] = ()) -> list[int]:
     """Wait until all ranks of the group have called it as often as this one; returns the ranks that have not.
 
-    topic: each counts its own calls. It uses the group's store alone, no device. The first rank whose `timeout` seconds
-    have passed decides for all, those that call it later included: all ranks return the same ([]: all have come).
+    topic: each counts its own calls. known: ranks that will not call it, and are returned at once. It uses the group's
+    store alone, no device. The first rank whose `timeout` seconds have passed, or that knows some, decides for all,
+    those that call it later included: all ranks return the same ([]: all have come).
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)
@@ -220,6 +221,8 @@ def find_missing(group: dist.ProcessGroup, topic: str, timeout: float) -> list[i
         if number > 1:  # a rank that has arrived here has read what was found before
             for key in (f"{topic} {number - 1}", f"{topic} {number - 1} arrived"):
                 store.delete_key(key)
+    if known:
+        store.compare_set(found, "", " ".join(map(str, known)))
     try:
         store.wait([found], timedelta(seconds=timeout))
     except RuntimeError:
