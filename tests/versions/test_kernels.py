@@ -131,8 +131,10 @@ def launch_exchange(name: str) -> Launch:
     mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     half = FLOATS.bfloat16()
     pushed = routed.GivenRows(half, LONGS, 4096)
-    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 0, True, True, 32, 1024
-    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16})
+    pushed, sums = routed.GivenRows(half, None, 4096), exchange_kernel.CopySums(LONGS, FLOATS, FLOATS.to(torch.uint8))
+    sizes = 8192, 8192, 0, True, True, 8, 8, 1024
+    arguments = make_channel("p2p"), mapping, pushed, sums, half.clone(), WORDS, *sizes
+    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16, "enable_fp_fusion": False})
 
 
 def launch_pairs(name: str) -> Launch:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.collectives.joint.routed import RoutedSchedule
-from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
+from stretto.memory.gpus import NCCL_BLOCKS, count_processors, limit_waiting
 from stretto.ops.choices import find_nodes
 from stretto.ops.joint.kernel import find_node_group, find_put_channel
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
-from stretto.ops.moe.exchange_kernel import exchange_counts, push_rows
+from stretto.ops.moe.exchange_kernel import CopySums, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
@@ -42,6 +42,8 @@ from stretto.ops.operator import (
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
+_SUMMED_BYTES = 16384  # of the sums of a program: so many for each of the slots are loaded at once
+_SUMMED_PARTS = 4  # times as many parts
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
@@ -98,18 +100,60 @@ class KernelRoute(Route):
 
         staged: Tensor = wrap_collective("all_to_all", push)
 
-        def finish() -> Tensor:
-            found[0].wait()
-            return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
+        return lambda: self._finish(found[0], staged)
 
-        return finish
+    def start_sum_back(
+        self, rows: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
+    ) -> Callable[[], Tensor]:
+        """As `sum_back` without weights, in the manner of `start_back`.
+
+        programs: of a kernel that runs beside what follows; None for all multiprocessors, before it.
+        """
+        if self.schedule:
+            sums = sum_copies(rows, self.index.positions, is_valid=self.index.is_here)
+            return self.start_back(sums, wrap_collective, programs)
+        found: list[Arrivals] = []
+
+        def push() -> Tensor:
+            found.append(self._push_sums(rows, None, waits=False, programs=programs))
+            return found[0].rows
+
+        staged: Tensor = wrap_collective("all_to_all", push)
+        return lambda: self._finish(found[0], staged)
+
+    def sum_back(
+        self, make: Callable[[], Tensor], weights: Tensor | None, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        """Sum rows by place, and give the sums back: see `Route`; a kernel stores them where they are for."""
+        if self.schedule:
+            return super().sum_back(make, weights, wrap_collective)
+
+        def push() -> Tensor:
+            return self._finish(None, self._push_sums(make(), weights).rows)
+
+        summed: Tensor = wrap_collective("all_to_all", push)
+        return summed
+
+    def _push_sums(
+        self, rows: Tensor, weights: Tensor | None, *, waits: bool = True, programs: int | None = None
+    ) -> Arrivals:
+        weights = None if weights is None else weights.contiguous()
+        sums = CopySums(self.index.positions, weights, self.index.is_here.view(torch.uint8))
+        options = {"back_by": 0, "sums": sums, "waits": waits, "programs": programs, "beside": programs is not None}
+        return _push(self.group, rows, None, self.table, self.pairs_back, **options)
+
+    def _finish(self, arrivals: Arrivals | None, staged: Tensor) -> Tensor:
+        """The sums of what has returned for each token, in the order of ranks."""
+        if arrivals is not None:
+            arrivals.wait()
+        return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Return a row of each place, and sum each token's in the order of ranks."""
 
         def push() -> Tensor:
-            staged = _push(self.group, make(), None, self.table, self.pairs_back, back_by=0, way=self._way(0)).rows
-            return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
+            pairs = self.table, self.pairs_back
+            return self._finish(None, _push(self.group, make(), None, *pairs, back_by=0, way=self._way(0)).rows)
 
         summed: Tensor = wrap_collective("all_to_all", push)
         return summed
@@ -267,14 +311,17 @@ def _push(
     capacity: int,
     *,
     back_by: int | None = None,
+    sums: CopySums | None = None,
     waits: bool = True,
+    beside: bool = True,
     programs: int | None = None,
     way: tuple[str, int] = ("", 0),
 ) -> Arrivals:
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
-    waits: for all rows that this rank receives; without, the kernel runs on a side stream, own rows first. way: a
+    sums: of rows, that are pushed in their place. waits: for all rows that this rank receives; without, the kernel runs
+    on a side stream if beside, of so many programs at most, or on the current one, of one a multiprocessor. way: a
     schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
@@ -288,6 +335,8 @@ def _push(
     workspace = find_workspace(here, rows.device, size, "barrier" if routed is None else "copy_engine")
     block_channel, power = workspace.channel, triton.next_power_of_2(world)
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
+    if sums is not None:  # all multiprocessors sum, not only as many as the links need
+        parts *= _SUMMED_PARTS
     tables: RoutedTables | None = None
     if routed is None:
         mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
@@ -313,30 +362,44 @@ def _push(
         )
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
-        tile_rows = min(max(_TILE_BYTES // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
+        tile = _TILE_BYTES if sums is None else _SUMMED_BYTES
+        tile_rows = min(max(tile // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
         pushed = GivenRows(rows, positions, columns)
         # Beside a kernel that consumes the rows, as many as NCCL would take from it.
-        most = limit_waiting(world * parts if waits else NCCL_BLOCKS, rows.device) if rows.is_cuda else 2
+        beside = beside and not waits
+        most = NCCL_BLOCKS if beside else world * parts
+        if not rows.is_cuda:
+            most = 2
+        elif waits or beside:
+            most = limit_waiting(most, rows.device)
+        else:
+            most = min(most, count_processors(rows.device.index))
         programs = most if programs is None else min(programs, most)
-        with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
+        with tiles.copy_engine(block_channel) if beside else contextlib.nullcontext():
             if tables is None:
-                constants = back_by or 0, back_by is not None, waits, tile_rows, block
-                arguments = channel, mapping, pushed, staging, table, pushed.known, capacity, *constants
-                key = *map(tiles.kind_of, (*pushed, staging, table)), *constants
-                block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+                known, k = (pushed.known, 0) if sums is None else sums.positions.shape
+                constants = back_by or 0, back_by is not None, waits, k, tile_rows, block
+                arguments = channel, mapping, pushed, sums, staging, table, known, capacity, *constants
+                key = *map(tiles.kind_of, (*pushed, *(sums or ()), staging, table)), *constants
+                # Sums are rounded as torch rounds them.
+                block_channel.launch(
+                    push_rows, key, programs, arguments, num_warps=16, enable_fp_fusion=sums is None
+                )
             else:
                 landed = LandedRows(staging, capacity, forwarded)
                 by, tile = (back_by or 0, back_by is not None), (tile_rows, block)
                 launch_moves(
                     block_channel, channel, tables, pushed, landed, table, programs, tile, by=by, waits=waits, puts=puts
                 )  # fmt: skip
+        if not (waits or beside):
+            tiles.open_side_stream(block_channel, 0)  # where rows are awaited
         block_channel.is_open = not waits
     except BaseException:
         abandon(here, block_channel)
         raise
     received = staging if shape == (capacity, columns) else staging[:capacity, :columns]
     counters = None if tables is None else tables.counters
-    sent = rows, positions
+    sent = rows, positions, sums
     return Arrivals(received, block_channel, channel, mapping, tile_rows, table, sent, counters, group.rank())
 
 

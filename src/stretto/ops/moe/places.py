@@ -32,7 +32,7 @@ from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tensor_parallel import choose_implementation, find_tiles, gather_multiply, multiply_scatter
 from stretto.ops.moe.tensor_parallel_kernels import Routed, multiply_leaving, push_tokens
-from stretto.ops.operator import find_group, find_name
+from stretto.ops.operator import find_group, find_name, is_traced
 from stretto.tiles import INTERPRETED
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product
@@ -172,8 +172,10 @@ class Places:
     def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """Multiply experts' rows, and begin to return each place's sum, as `start_back` does."""
         index, is_here = self.index, None if self.route is None else self.index.is_here
-        sums = sum_copies(grouped_matmul(rows, weight, index.offsets), index.positions, None, is_here)
-        return self.start_back(sums, is_ahead=is_ahead)
+        product = grouped_matmul(rows, weight, index.offsets)
+        if isinstance(self.route, KernelRoute) and not is_traced(product):
+            return self.route.start_sum_back(product, self.wrap_collective, self.room or None)
+        return self.start_back(sum_copies(product, index.positions, None, is_here), is_ahead=is_ahead)
 
     def multiply_and_give_back(
         self,
@@ -190,29 +192,29 @@ class Places:
         returned under them. wrap_product: None,
         or called with "product" around what is multiplied and summed here, all at once.
         """
-        index, room = self.index, self.room
-        is_here = None if self.route is None else index.is_here
+        index, room, route = self.index, self.room, self.route
+        is_here = None if route is None else index.is_here
 
-        def add(rows: Tensor) -> Tensor:
-            return sum_copies(rows, index.positions, weights, is_here)
+        def multiply() -> Tensor:
+            return grouped_matmul(activate(), weight, index.offsets)
 
-        def multiply_all() -> Tensor:
-            return add(grouped_matmul(activate(), weight, index.offsets))
-
-        if wrap_product is not None:
-            return self.give_back(wrap_product("product", multiply_all))
+        if wrap_product is not None or route is None:
+            wrap_product = call if wrap_product is None else wrap_product
+            return self.give_back(
+                wrap_product("product", lambda: sum_copies(multiply(), index.positions, weights, is_here))
+            )
         parts = self._divide(*weight.shape[1:])
         if len(parts) == 1:
-            return self.give_back(multiply_all())
-        assert isinstance(self.route, KernelRoute)
+            return route.sum_back(multiply, weights, self.wrap_collective)
+        assert isinstance(route, KernelRoute)
         side, activated = _find_side_stream(index.positions.device), activate()
         # All are kept until the side stream has read them.
         rows = [grouped_matmul(activated, weight[:, parts[0]], index.offsets)]
-        out = rows[0].new_empty(self.route.pairs.numbers.shape[0], weight.shape[1])
+        out = rows[0].new_empty(route.pairs.numbers.shape[0], weight.shape[1])
         for part, following in zip_longest(parts, parts[1:]):
             side.open()
             with side:
-                out[:, part] = self.give_back(add(rows[-1]))
+                out[:, part] = route.sum_back(lambda: rows[-1], weights, self.wrap_collective)
             if following is not None:
                 rows.append(grouped_matmul(activated, weight[:, following], index.offsets, room=room))
         side.join()
