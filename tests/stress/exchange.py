@@ -149,12 +149,12 @@ class ArrivalsCase(ExchangeCase):
             x, ids, weights, self._experts, self._team.group, max_rows=self._max_rows, implementation="kernel"
         )
         index, found = places.index, []
-        numbers = index.places().to(torch.int32)
+        numbers = index.places
         for sent in (x, grad):
-            kept, arrivals = places.start(sent)
+            _, arrivals = places.start(sent)
             assert arrivals is not None
             rows = compute_product(arrivals.rows, self._weight, index.offsets, numbers, "kernel", arrivals)
-            arrivals.keep(kept)
+            arrivals.wait()
             sums = sum_copies(rows, index.positions, places.send_weights(weights), index.is_here)
             found.append(places.start_back(sums)())
         return [Check(one, right.to(one.dtype)) for one, right in zip(found, self._expected[entry], strict=False)]

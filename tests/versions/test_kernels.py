@@ -147,9 +147,9 @@ def launch_pairs(name: str) -> Launch:
 def launch_sort(name: str) -> Launch:
     copies = WORDS, 16, 65536, 8, WORDS, WORDS
     if name == "count_copies":
-        return Launch(sorting.count_copies, (*copies, 64), {})
-    found = LONGS, LONGS, FLOATS.to(torch.uint8), WORDS
-    return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {})
+        return Launch(sorting.count_copies, (*copies, 64), {"num_warps": 16})
+    found = LONGS, WORDS, LONGS, FLOATS.to(torch.uint8), WORDS
+    return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {"num_warps": 16})
 
 
 def launch_gates(name: str) -> Launch:

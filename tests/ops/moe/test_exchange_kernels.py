@@ -156,7 +156,7 @@ def compare_sorts():
 
 
 def test_kernels_sort_copies_as_torch_does(interpret):
-    assert interpret(1, compare_sorts) == [[True] * 32]
+    assert interpret(1, compare_sorts) == [[True] * 40]
 
 
 class _SideStream(contextlib.nullcontext):

@@ -77,7 +77,8 @@ def push_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Push each of `GivenRows` into its receiver's staged [capacity, columns], which is sorted by sender.
 
-    sums: None, or `CopySums` of K slots: of these rows, formed in the order of slots and rounded once, as by `sum_rows`.
+    sums: None, or `CopySums` of K slots: of these rows, formed in the order of slots and rounded once, as `sum_rows`
+    does.
 
     known: rows that are pushed; those from it on are NaN, or zeros of integers. capacity: rows from it on are not sent.
 

@@ -139,8 +139,10 @@ class KernelRoute(Route):
     ) -> Arrivals:
         weights = None if weights is None else weights.contiguous()
         sums = CopySums(self.index.positions, weights, self.index.is_here.view(torch.uint8))
-        options = {"back_by": 0, "sums": sums, "waits": waits, "programs": programs, "beside": programs is not None}
-        return _push(self.group, rows, None, self.table, self.pairs_back, **options)
+        return _push(
+            self.group, rows, None, self.table, self.pairs_back, back_by=0, sums=sums, waits=waits, programs=programs,
+            beside=programs is not None,
+        )  # fmt: skip
 
     def _finish(self, arrivals: Arrivals | None, staged: Tensor) -> Tensor:
         """The sums of what has returned for each token, in the order of ranks."""
@@ -243,9 +245,8 @@ def find_kernel_route(
         experts, weights = unpack_words(words, topk_weights)
         return *sort_copies(experts, local, rows, filled), *(() if weights is None else (weights,))
 
-    slots, positions, is_here, offsets, *weights = wrap_collective("all_to_all", push)
-    index = PlaceIndex(slots, positions, is_here, offsets)
-    given = weights[0] if weights else None
+    found = wrap_collective("all_to_all", push)
+    index, given = PlaceIndex(*found[:5]), None if topk_weights is None else found[5]
     rows_back, limits = (places, back, choices_back), (limit, choice_limit)
     return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits)
 
@@ -362,8 +363,8 @@ def _push(
         )
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
-        tile = _TILE_BYTES if sums is None else _SUMMED_BYTES
-        tile_rows = min(max(tile // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
+        tile_bytes = _TILE_BYTES if sums is None else _SUMMED_BYTES
+        tile_rows = min(max(tile_bytes // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
         pushed = GivenRows(rows, positions, columns)
         # Beside a kernel that consumes the rows, as many as NCCL would take from it.
         beside = beside and not waits
@@ -377,14 +378,12 @@ def _push(
         programs = most if programs is None else min(programs, most)
         with tiles.copy_engine(block_channel) if beside else contextlib.nullcontext():
             if tables is None:
-                known, k = (pushed.known, 0) if sums is None else sums.positions.shape
+                known, k = (pushed.known, 0) if sums is None else tuple(sums.positions.shape)
                 constants = back_by or 0, back_by is not None, waits, k, tile_rows, block
                 arguments = channel, mapping, pushed, sums, staging, table, known, capacity, *constants
                 key = *map(tiles.kind_of, (*pushed, *(sums or ()), staging, table)), *constants
                 # Sums are rounded as torch rounds them.
-                block_channel.launch(
-                    push_rows, key, programs, arguments, num_warps=16, enable_fp_fusion=sums is None
-                )
+                block_channel.launch(push_rows, key, programs, arguments, num_warps=16, enable_fp_fusion=sums is None)
             else:
                 landed = LandedRows(staging, capacity, forwarded)
                 by, tile = (back_by or 0, back_by is not None), (tile_rows, block)

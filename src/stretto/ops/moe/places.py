@@ -27,7 +27,7 @@ from stretto.ops.moe.grouped.config import DTYPES
 from stretto.ops.moe.grouped.matmul import grouped_matmul
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.kernel_route import KernelRoute
-from stretto.ops.moe.permutation import sum_copies
+from stretto.ops.moe.permutation import spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tensor_parallel import choose_implementation, find_tiles, gather_multiply, multiply_scatter
@@ -47,7 +47,7 @@ class SentTokens:
     """Tokens that this rank's experts process, one a place, in the order of their source ranks.
 
     tokens: [places, h]. weights: [places, k], those of a place's choices, of all ranks' experts. index: the rows of
-    this rank's experts; row i is the token of place `index.places()[i]`, and a place's rows are `index.positions` where
+    this rank's experts; row i is the token of place `index.places[i]`, and a place's rows are `index.positions` where
     `index.is_here`. route, wrap_collective: for `return_sums`; route is None where one rank has all experts.
     """
 
@@ -108,10 +108,10 @@ class Places:
     def start(self, tokens: Tensor, columns: int = 0, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
         """Send tokens to their places: (rows of places, what is on its way, None if they are there).
 
-        Of rows on their way products take `Arrivals.rows`, and when they have, `Arrivals.keep` fills what this has
-        returned (keeps: if anybody will read it). It is so for the kernels' exchange of what grouped kernels multiply.
-        columns: of all ranks' weights together by which these rows are multiplied, transposed ones if nothing is kept;
-        0 if kernels that multiply and gather are not to be chosen.
+        Of rows on their way products take `Arrivals.rows`, and what this has returned is filled when they have arrived
+        (keeps: if anybody will read it): `Arrivals.run`, `Arrivals.wait`. It is so for the kernels' exchange of what
+        grouped kernels multiply. columns: of all ranks' weights together by which these rows are multiplied, transposed
+        ones if nothing is kept; 0 if kernels that multiply and gather are not to be chosen.
         """
         route, found = self.route, list[Arrivals]()
         if route is None:
@@ -125,8 +125,28 @@ class Places:
                 return found[0].rows
             return tokens.new_empty(len(self.index.positions), tokens.shape[1])
 
-        rows: Tensor = self.wrap_collective("all_to_all", push)
-        return rows, found[0] if found else None
+        return self._wrap_push("all_to_all", push, found, keeps)
+
+    def _wrap_push(
+        self, kind: str, push: Callable[[], Tensor], found: list[Arrivals], keeps: bool
+    ) -> tuple[Tensor, Arrivals | None]:
+        rows: Tensor = self.wrap_collective(kind, push)
+        if not found:
+            return rows, None
+        if keeps:
+            found[0].copy_to(rows)
+        return rows, found[0]
+
+    def spread(self, tokens: Tensor, arrivals: Arrivals | None = None) -> Tensor:
+        """A row for each choice of places' tokens here; of tokens on their way, filled when they have arrived."""
+        index, route = self.index, self.route
+        is_here, needed = (None, None) if route is None else (index.is_here, route.needed)
+        options = index.positions, None, is_here, len(index.slots), needed
+        if arrivals is None:
+            return spread_tokens(tokens, *options)
+        rows = tokens.new_empty(len(index.slots), tokens.shape[1])
+        arrivals.copies.append(lambda: spread_tokens(tokens, *options, rows))
+        return rows
 
     def begin(self, tokens: Tensor, columns: int, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
         """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.
@@ -263,8 +283,7 @@ class ColumnPlaces(Places):
             found.append(push_tokens(tokens.contiguous(), self.group, kept))
             return found[0].rows if kept is None else kept
 
-        rows: Tensor = self.wrap_collective("all_gather", push)
-        return rows, found[0] if found else None
+        return self._wrap_push("all_gather", push, found, keeps)
 
     def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """As of `Places`; where a kernel has multiplied, all is done."""
@@ -304,7 +323,7 @@ class ColumnPlaces(Places):
     @cached_property
     def _routed(self) -> Routed:
         index = self.index
-        return Routed(index.places().to(torch.int32), index.positions, index.offsets)
+        return Routed(index.places, index.positions, index.offsets)
 
     def _choose(
         self,

@@ -17,19 +17,20 @@ from stretto.ops.operator import define_operator
 from stretto.tiles.launches import launch_cached
 
 _BLOCKS = 256  # programs at most
-_READ = tl.constexpr(64)  # whose numbers are read at once
-_COPIES = tl.constexpr(128)  # sorted at once
+_READ = tl.constexpr(256)  # whose numbers are read at once
+_COPIES = tl.constexpr(512)  # sorted at once: a program's steps follow each other, each as long as memory is far
 _EXPERTS = tl.constexpr(32)
+_WARPS = 16
 
 
 def sort_copies(
     ids: Tensor, experts: int, rows: int | None = None, known: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort copies by expert, then by token and slot: (slots, positions, is_here, offsets) of ids [t, k].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Sort copies by expert, then by token and slot: (slots, tokens, positions, is_here, offsets) of ids [t, k].
 
-    slots: int64 [rows], the copy (token * k + slot) of each row, and 0 from the last copy on. positions: int64 [t, k],
-    the row of each copy, or the last one for copies behind it. is_here: bool [t, k], whether it has an expert. offsets:
-    int32 [experts + 1]; expert e's rows are offsets[e] to offsets[e + 1].
+    slots: int64 [rows], the copy (token * k + slot) of each row, and 0 from the last copy on. tokens: int32 [rows], its
+    token. positions: int64 [t, k], the row of each copy, or the last one for copies behind it. is_here: bool [t, k],
+    whether it has an expert. offsets: int32 [experts + 1]; expert e's rows are offsets[e] to offsets[e + 1].
 
     ids: int32 or int64. Copies whose id is none of the experts come last. rows: t * k by default. known: one integer on
     the ids' device; tokens from that one on have no experts, whatever their ids. Nothing waits for the device.
@@ -40,7 +41,7 @@ def sort_copies(
 
 def sort_by_torch(
     ids: Tensor, experts: int, rows: int, known: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`sort_copies` by torch's operators."""
     is_here = (ids >= 0) & (ids < experts)
     if known is not None:
@@ -51,37 +52,38 @@ def sort_by_torch(
     numbers = torch.arange(len(slots), device=ids.device)
     positions = torch.empty_like(numbers).scatter_(0, slots, numbers.clamp(max=max(rows - 1, 0)))
     slots = torch.cat((slots[:rows], slots.new_zeros(max(rows - len(slots), 0))))
-    return slots, positions.view(ids.shape), is_here, offsets
+    return slots, (slots // ids.shape[1]).to(torch.int32), positions.view(ids.shape), is_here, offsets
 
 
 def _sort_by_kernels(
     ids: Tensor, experts: int, rows: int, known: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (t, k), device = ids.shape, ids.device
     ids = ids if ids.stride(1) == 1 else ids.contiguous()
-    slots = torch.zeros(rows, dtype=torch.int64, device=device) if rows > t * k else _empty(rows, device)
+    make = torch.zeros if rows > t * k else torch.empty
+    slots, tokens = (make(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
     positions, is_here = _empty((t, k), device), torch.empty(t, k, dtype=torch.bool, device=device)
     if not t * k:
-        return slots, positions, is_here, torch.zeros(experts + 1, dtype=torch.int32, device=device)
+        return slots, tokens, positions, is_here, torch.zeros(experts + 1, dtype=torch.int32, device=device)
     offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
     blocks = min(triton.cdiv(t * k, _COPIES.value), _BLOCKS)
     of_blocks = torch.empty(blocks, experts + 1, dtype=torch.int32, device=device)
     copies = ids, ids.stride(0), t * k, k, known
-    found = slots, positions, is_here.view(torch.uint8), offsets
+    found = slots, tokens, positions, is_here.view(torch.uint8), offsets
     with torch.cuda.device_of(ids):
-        launch_cached(count_copies, blocks, *copies, of_blocks, experts, num_warps=4)
-        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, num_warps=4)
-    return slots, positions, is_here, offsets
+        launch_cached(count_copies, blocks, *copies, of_blocks, experts, num_warps=_WARPS)
+        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, num_warps=_WARPS)
+    return slots, tokens, positions, is_here, offsets
 
 
 def _empty(shape: int | tuple[int, int], device: torch.device) -> Tensor:
     return torch.empty(shape, dtype=torch.int64, device=device)
 
 
-def _fake(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake(ids: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     slots, positions = ids.new_empty(rows, dtype=torch.int64), ids.new_empty(ids.shape, dtype=torch.int64)
-    is_here = ids.new_empty(ids.shape, dtype=torch.bool)
-    return slots, positions, is_here, ids.new_empty(experts + 1, dtype=torch.int32)
+    tokens, is_here = ids.new_empty(rows, dtype=torch.int32), ids.new_empty(ids.shape, dtype=torch.bool)
+    return slots, tokens, positions, is_here, ids.new_empty(experts + 1, dtype=torch.int32)
 
 
 sort_on_gpu = define_operator("moe_sort_copies", _sort_by_kernels, fake=_fake)
@@ -124,7 +126,7 @@ def count_copies(ids, stride, copies, k, known, of_blocks, experts):  # type: ig
 
 @triton.jit
 def place_copies(  # type: ignore[no-untyped-def]
-    ids, stride, copies, k, known, of_blocks, slots, positions, is_here, offsets, rows, experts
+    ids, stride, copies, k, known, of_blocks, slots, tokens, positions, is_here, offsets, rows, experts
 ):
     """Write what `sort_copies` returns for a program's copies, from the numbers of `count_copies`."""
     begin, end = _find_share(copies)
@@ -152,6 +154,7 @@ def place_copies(  # type: ignore[no-untyped-def]
             is_own = is_copy & (tl.sum(hits, 1) > 0)
             tl.store(positions + copy, tl.minimum(position, tl.maximum(rows - 1, 0)).to(tl.int64), mask=is_own)
             tl.store(slots + position, copy.to(tl.int64), mask=is_own & (position < rows))
+            tl.store(tokens + position, copy // k, mask=is_own & (position < rows))
             tl.store(is_here + copy, (found < experts).to(tl.uint8), mask=is_own)
             row += tl.sum(hits, 0)
         smaller += tl.sum(total, 0)
