@@ -132,7 +132,7 @@ def launch_exchange(name: str) -> Launch:
     half = FLOATS.bfloat16()
     pushed = routed.GivenRows(half, LONGS, 4096)
     pushed, sums = routed.GivenRows(half, None, 4096), exchange_kernel.CopySums(LONGS, FLOATS, FLOATS.to(torch.uint8))
-    sizes = 8192, 8192, 0, True, True, 8, 8, 1024
+    sizes = 8192, 8192, 0, True, True, 8, 4, 1024
     arguments = make_channel("p2p"), mapping, pushed, sums, half.clone(), WORDS, *sizes
     return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16, "enable_fp_fusion": False})
 

@@ -146,7 +146,7 @@ class _DispatchProduct(torch.autograd.Function):
         grad_x = grad_weight = None
         room = 0
         if weight is not None:
-            finish, room = places.start_product_back(grad, weight.transpose(1, 2)), places.room
+            finish, room = places.start_product_back(grad, weight.transpose(1, 2)), places.room_of_sums
         if tokens is not None:
             grad_weight = grouped_weight_gradient(grad, places.spread(tokens), index.offsets, room=room)
         if weight is not None:
@@ -190,7 +190,7 @@ class _ProductCombine(torch.autograd.Function):
         grad_weight = grad_weights = None
         if needs_weights:
             products = found.products.index_select(0, index.positions.reshape(-1))
-            finish = places.start_back(products.view_as(weights).masked_fill(~index.is_here, 0))
+            finish = places.start_back(torch.where(index.is_here, products.view_as(weights), 0))
         if tokens is not None:
             grad_weight = grouped_weight_gradient(tokens, found.weighed, index.offsets)
         if needs_weights:

@@ -42,7 +42,7 @@ from stretto.ops.operator import (
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
-_SUMMED_BYTES = 16384  # of the sums of a program: so many for each of the slots are loaded at once
+_SUMMED_BYTES = 8192  # of the sums of a program: so many for each of the slots are loaded at once
 _SUMMED_PARTS = 4  # times as many parts
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
@@ -322,7 +322,7 @@ def _push(
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
     sums: of rows, that are pushed in their place. waits: for all rows that this rank receives; without, the kernel runs
-    on a side stream if beside, of so many programs at most, or on the current one, of one a multiprocessor. way: a
+    on a side stream if beside, of so many programs at most, or on the current one, of two a multiprocessor. way: a
     schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
@@ -374,7 +374,7 @@ def _push(
         elif waits or beside:
             most = limit_waiting(most, rows.device)
         else:
-            most = min(most, count_processors(rows.device.index))
+            most = min(most, 2 * count_processors(rows.device.index))
         programs = most if programs is None else min(programs, most)
         with tiles.copy_engine(block_channel) if beside else contextlib.nullcontext():
             if tables is None:

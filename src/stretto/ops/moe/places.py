@@ -36,6 +36,7 @@ from stretto.ops.operator import find_group, find_name, is_traced
 from stretto.tiles import INTERPRETED
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product
+_SUMMED_ROWS = 6  # of one that is sent: with more, summing takes as long as sending
 _LEAST_COLUMNS = 256  # that are multiplied at once: a tile's
 _LEAST_NUMBERS = 1 << 24  # that a rank receives at once, for which products are divided
 _LEAST_OF_PART = 1 << 38  # multiplications with a row a place: 0.3 to 3 ms, since a place has 1 to k rows
@@ -141,6 +142,7 @@ class Places:
         """A row for each choice of places' tokens here; of tokens on their way, filled when they have arrived."""
         index, route = self.index, self.route
         is_here, needed = (None, None) if route is None else (index.is_here, route.needed)
+        tokens = tokens[: len(index.positions)]  # a buffer has as many rows as the rank with the most places
         options = index.positions, None, is_here, len(index.slots), needed
         if arrivals is None:
             return spread_tokens(tokens, *options)
@@ -179,6 +181,20 @@ class Places:
             return 0
         return count_processors(positions.device.index) // _PART_OF_GPU
 
+    @property
+    def room_of_sums(self) -> int:
+        """As `room`, for `start_product_back`; 0 if it sums and sends before anything else.
+
+        All multiprocessors sum some eleven rows in the time in which NVLink takes one (H200: 4 TB/s, 350 GB/s). Where
+        they need about as long as the links do, nothing is gained by leaving a product a sixth of them fewer.
+        """
+        index, route = self.index, self.route
+        if not isinstance(route, KernelRoute):
+            return 0
+        world = route.group.size()
+        leaving = len(index.positions) * (world - 1) // world
+        return self.room if leaving * _SUMMED_ROWS > len(index.slots) else 0
+
     def start_back(self, rows: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
 
@@ -194,7 +210,7 @@ class Places:
         index, is_here = self.index, None if self.route is None else self.index.is_here
         product = grouped_matmul(rows, weight, index.offsets)
         if isinstance(self.route, KernelRoute) and not is_traced(product):
-            return self.route.start_sum_back(product, self.wrap_collective, self.room or None)
+            return self.route.start_sum_back(product, self.wrap_collective, self.room_of_sums or None)
         return self.start_back(sum_copies(product, index.positions, None, is_here), is_ahead=is_ahead)
 
     def multiply_and_give_back(
@@ -209,8 +225,8 @@ class Places:
         A token's sum needs rows of several experts, so of a large product columns are divided: sums of some are formed
         and return while the next ones are multiplied, as in COMET (Zhang et al., arXiv 2502.19811). A product that is
         short by its rows' size is not: on 2 H200, Qwen3-30B's took 0.6 ms whole and 1.0 in four parts, as long as what
-        returned under them. wrap_product: None,
-        or called with "product" around what is multiplied and summed here, all at once.
+        returned under them. wrap_product: None, or called with "product" around what is multiplied and summed here, all
+        at once.
         """
         index, room, route = self.index, self.room, self.route
         is_here = None if route is None else index.is_here

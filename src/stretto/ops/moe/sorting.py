@@ -16,8 +16,8 @@ from torch import Tensor
 from stretto.ops.operator import define_operator
 from stretto.tiles.launches import launch_cached
 
-_BLOCKS = 256  # programs at most
-_READ = tl.constexpr(256)  # whose numbers are read at once
+_BLOCKS = 128  # programs at most: all run at once
+_READ = tl.constexpr(128)  # whose numbers are read at once
 _COPIES = tl.constexpr(512)  # sorted at once: a program's steps follow each other, each as long as memory is far
 _EXPERTS = tl.constexpr(32)
 _WARPS = 16

@@ -333,11 +333,11 @@ class MultiplyTokens(torch.autograd.Function):
             transposed = up.transpose(1, 2)
             returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
         if is_asked_for(ctx, 1):
-            room = places.room if needs_x else 0
+            room = places.room_of_sums if needs_x else 0
             of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, places.spread, room)
         if ctx.needs_input_grad[0] and returning.needs_weights:
             of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
-            returning.of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
+            returning.of_weights = of_weights if is_here is None else torch.where(is_here, of_weights, 0)
         return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
 
 
