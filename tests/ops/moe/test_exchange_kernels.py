@@ -140,7 +140,7 @@ def compare_sorts():
     for tokens, k, experts, rows, known in [
         (90, 3, 4, 200, 71),
         (5, 1, 1, 9, None),
-        (300, 2, 70, 600, 300),
+        (600, 2, 70, 1200, 600),
         (0, 2, 2, 3, 0),
     ]:
         words = torch.randint(-1, experts + 1, (tokens, 2 * k), generator=generator)
