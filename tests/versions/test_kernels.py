@@ -132,9 +132,9 @@ def launch_exchange(name: str) -> Launch:
     half = FLOATS.bfloat16()
     pushed = routed.GivenRows(half, LONGS, 4096)
     pushed, sums = routed.GivenRows(half, None, 4096), exchange_kernel.CopySums(LONGS, FLOATS, FLOATS.to(torch.uint8))
-    sizes = 8192, 8192, 0, True, True, 8, 4, 1024
+    sizes = 8192, 8192, 0, True, True, 8, 8, 1024
     arguments = make_channel("p2p"), mapping, pushed, sums, half.clone(), WORDS, *sizes
-    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16, "enable_fp_fusion": False})
+    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 32, "enable_fp_fusion": False})
 
 
 def launch_pairs(name: str) -> Launch:
@@ -147,9 +147,9 @@ def launch_pairs(name: str) -> Launch:
 def launch_sort(name: str) -> Launch:
     copies = WORDS, 16, 65536, 8, WORDS, WORDS
     if name == "count_copies":
-        return Launch(sorting.count_copies, (*copies, 64), {"num_warps": 16})
+        return Launch(sorting.count_copies, (*copies, 64), {})
     found = LONGS, WORDS, LONGS, FLOATS.to(torch.uint8), WORDS
-    return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {"num_warps": 16})
+    return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {})
 
 
 def launch_gates(name: str) -> Launch:

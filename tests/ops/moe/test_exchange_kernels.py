@@ -48,9 +48,9 @@ def run_layer(case, dtype, **options):
 
 
 def compare_with_library(case, dtype, options):
-    """True for each result of a call by kernels, of the second one of two ranks, that has the bits of the library's."""
+    """True for each result of a call by kernels, of two ranks one after fewer tokens, that has the library's bits."""
     if case.ranks == 2:
-        run_layer(case, dtype, implementation="kernel", **options)
+        run_layer(Case((1, 1), case.k, case.experts), dtype, implementation="kernel", **options)
     ours = run_layer(case, dtype, implementation="kernel", **options)
     library = run_layer(case, dtype, implementation="library", **options)
     return [torch.equal(*pair) for pair in zip(ours, library, strict=True)]
@@ -140,7 +140,7 @@ def compare_sorts():
     for tokens, k, experts, rows, known in [
         (90, 3, 4, 200, 71),
         (5, 1, 1, 9, None),
-        (600, 2, 70, 1200, 600),
+        (300, 2, 70, 600, 300),
         (0, 2, 2, 3, 0),
     ]:
         words = torch.randint(-1, experts + 1, (tokens, 2 * k), generator=generator)

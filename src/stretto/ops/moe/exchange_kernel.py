@@ -77,8 +77,8 @@ def push_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Push each of `GivenRows` into its receiver's staged [capacity, columns], which is sorted by sender.
 
-    sums: None, or `CopySums` of K slots: of these rows, formed in the order of slots and rounded once, as `sum_rows`
-    does.
+    sums: None (K = 0), or `CopySums` of K slots: of these rows, formed in the order of slots and rounded once, as
+    `sum_rows` does.
 
     known: rows that are pushed; those from it on are NaN, or zeros of integers. capacity: rows from it on are not sent.
 
@@ -127,7 +127,7 @@ def push_rows(  # type: ignore[no-untyped-def]
             for column in range(0, pushed.columns, BLOCK):
                 place = column + tl.arange(0, BLOCK)
                 is_column = (place < pushed.columns)[None, :]
-                if sums is None:
+                if K == 0:
                     value = tl.load(
                         pushed.rows + row[:, None] * pushed.columns + place[None, :],
                         mask=is_known[:, None] & is_column,
@@ -160,7 +160,8 @@ def _sum_copies(  # type: ignore[no-untyped-def]
     for slot in tl.range(0, K, loop_unroll_factor=K if K < 8 else 8):
         copy = row * K + slot
         there = is_known & (tl.load(sums.is_here + copy, mask=is_known, other=0) != 0)
-        source = tl.load(sums.positions + copy, mask=there, other=0)[:, None] * pushed.columns + place[None, :]
+        # Also of slots that do not count, so that one load need not wait for the other.
+        source = tl.load(sums.positions + copy, mask=is_known, other=0)[:, None] * pushed.columns + place[None, :]
         value = tl.load(pushed.rows + source, mask=there[:, None] & is_column, other=0.0).to(dtype)
         if sums.weights is not None:
             value *= tl.load(sums.weights + copy, mask=there, other=0.0).to(dtype)[:, None]

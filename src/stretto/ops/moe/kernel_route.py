@@ -42,8 +42,9 @@ from stretto.ops.operator import (
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
-_SUMMED_BYTES = 8192  # of the sums of a program: so many for each of the slots are loaded at once
+_SUMMED_BYTES = 16384  # of the sums of a program: so many for each of the slots are loaded at once
 _SUMMED_PARTS = 4  # times as many parts
+_Sorted = tuple[Tensor, ...]  # what `sort_copies` returns, and weights if there are any
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
@@ -221,15 +222,39 @@ def find_kernel_route(
     if parts is not None:
         pairs = pairs.repeat(parts)
 
+    def sort(table: Tensor, capacity: int, number: int, rows: int, known: Tensor | None, limit: int) -> _Sorted:
+        """The index of this rank's rows, and weights: nothing of the staging buffer."""
+        words = _push(group, pairs.words, None, table, capacity, way=(schedule, limit)).rows[:number]
+        experts, weights = unpack_words(words, topk_weights)
+        return *sort_copies(experts, local, rows, known), *(() if weights is None else (weights,))
+
+    # While the host waits for the counts, the device sorts as many places as there were in the last call, and a few.
+    last = find_known(find_name(group), topk_ids.device, ("moe places", k, num_experts), lambda: [0])
+    room = 0 if schedule or max_rows is not None else last[0] + last[0] // 8
+    early: list[_Sorted] = []
+
     def exchange() -> tuple[Tensor, ...]:
         table = _exchange_counts(group, pairs.counts, max_rows, group if of_group is None else of_group)
-        return (table, table.cpu()) if max_rows is None else (table,)
+        if max_rows is not None:
+            return (table,)
+        if not room:
+            return table, table.cpu()
+        on_host, event = torch.empty(table.shape, dtype=table.dtype, pin_memory=table.is_cuda), None
+        on_host.copy_(table, non_blocking=True)
+        if table.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        early.append(sort(table, room, room, room * k, table[world, rank, 0], 0))
+        if event is not None:
+            event.synchronize()
+        return table, on_host
 
     table, *on_host = wrap_collective("all_to_all", exchange)
     if max_rows is None:
         *sent, arriving = on_host[0].tolist()
-        require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         (number, rows), places = arriving[rank], max(number for number, _ in arriving)
+        last[0] = places
+        require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
         limit, choice_limit = (max(one[which] for of_rank in sent for one in of_rank) for which in (0, 1))
     else:
@@ -239,11 +264,12 @@ def find_kernel_route(
 
     filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
 
-    def push() -> tuple[Tensor, ...]:
-        """The index of this rank's rows, and weights: nothing of the staging buffer."""
-        words = _push(group, pairs.words, None, table, places, way=(schedule, limit)).rows[:number]
-        experts, weights = unpack_words(words, topk_weights)
-        return *sort_copies(experts, local, rows, filled), *(() if weights is None else (weights,))
+    def push() -> _Sorted:
+        if not early or places > room:
+            return sort(table, places, number, rows, filled, limit)
+        slots, tokens, positions, is_here, offsets, *weights = early[0]
+        of_places = (one[:number] for one in (positions, is_here))
+        return slots[:rows], tokens[:rows], *of_places, offsets, *(one[:number] for one in weights)
 
     found = wrap_collective("all_to_all", push)
     index, given = PlaceIndex(*found[:5]), None if topk_weights is None else found[5]
@@ -322,7 +348,7 @@ def _push(
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
     sums: of rows, that are pushed in their place. waits: for all rows that this rank receives; without, the kernel runs
-    on a side stream if beside, of so many programs at most, or on the current one, of two a multiprocessor. way: a
+    on a side stream if beside, of so many programs at most, or on the current one, of one a multiprocessor. way: a
     schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
@@ -374,7 +400,7 @@ def _push(
         elif waits or beside:
             most = limit_waiting(most, rows.device)
         else:
-            most = min(most, 2 * count_processors(rows.device.index))
+            most = min(most, count_processors(rows.device.index))
         programs = most if programs is None else min(programs, most)
         with tiles.copy_engine(block_channel) if beside else contextlib.nullcontext():
             if tables is None:
@@ -382,8 +408,9 @@ def _push(
                 constants = back_by or 0, back_by is not None, waits, k, tile_rows, block
                 arguments = channel, mapping, pushed, sums, staging, table, known, capacity, *constants
                 key = *map(tiles.kind_of, (*pushed, *(sums or ()), staging, table)), *constants
-                # Sums are rounded as torch rounds them.
-                block_channel.launch(push_rows, key, programs, arguments, num_warps=16, enable_fp_fusion=sums is None)
+                # Of sums a multiprocessor has all the warps that it can, and they are rounded as torch rounds them.
+                warps, is_fused = (16, True) if sums is None else (32, False)
+                block_channel.launch(push_rows, key, programs, arguments, num_warps=warps, enable_fp_fusion=is_fused)
             else:
                 landed = LandedRows(staging, capacity, forwarded)
                 by, tile = (back_by or 0, back_by is not None), (tile_rows, block)

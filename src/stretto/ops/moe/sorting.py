@@ -16,11 +16,10 @@ from torch import Tensor
 from stretto.ops.operator import define_operator
 from stretto.tiles.launches import launch_cached
 
-_BLOCKS = 128  # programs at most: all run at once
-_READ = tl.constexpr(128)  # whose numbers are read at once
-_COPIES = tl.constexpr(512)  # sorted at once: a program's steps follow each other, each as long as memory is far
+_BLOCKS = 256  # programs at most
+_READ = tl.constexpr(64)  # whose numbers are read at once
+_COPIES = tl.constexpr(128)  # sorted at once
 _EXPERTS = tl.constexpr(32)
-_WARPS = 16
 
 
 def sort_copies(
@@ -29,8 +28,8 @@ def sort_copies(
     """Sort copies by expert, then by token and slot: (slots, tokens, positions, is_here, offsets) of ids [t, k].
 
     slots: int64 [rows], the copy (token * k + slot) of each row, and 0 from the last copy on. tokens: int32 [rows], its
-    token. positions: int64 [t, k], the row of each copy, or the last one for copies behind it. is_here: bool [t, k],
-    whether it has an expert. offsets: int32 [experts + 1]; expert e's rows are offsets[e] to offsets[e + 1].
+    token. positions: int64 [t, k], the row of each copy, or an expert's last one for copies behind it. is_here: bool
+    [t, k], whether it has an expert. offsets: int32 [experts + 1]; expert e's rows are offsets[e] to offsets[e + 1].
 
     ids: int32 or int64. Copies whose id is none of the experts come last. rows: t * k by default. known: one integer on
     the ids' device; tokens from that one on have no experts, whatever their ids. Nothing waits for the device.
@@ -50,7 +49,8 @@ def sort_by_torch(
     bounds = torch.arange(experts + 1, device=ids.device, dtype=ids.dtype)
     offsets = torch.searchsorted(in_order, bounds, out_int32=True).clamp(max=rows)
     numbers = torch.arange(len(slots), device=ids.device)
-    positions = torch.empty_like(numbers).scatter_(0, slots, numbers.clamp(max=max(rows - 1, 0)))
+    last = (offsets[-1] - 1).clamp(min=0).to(torch.int64)
+    positions = torch.empty_like(numbers).scatter_(0, slots, numbers.minimum(last))
     slots = torch.cat((slots[:rows], slots.new_zeros(max(rows - len(slots), 0))))
     return slots, (slots // ids.shape[1]).to(torch.int32), positions.view(ids.shape), is_here, offsets
 
@@ -71,8 +71,8 @@ def _sort_by_kernels(
     copies = ids, ids.stride(0), t * k, k, known
     found = slots, tokens, positions, is_here.view(torch.uint8), offsets
     with torch.cuda.device_of(ids):
-        launch_cached(count_copies, blocks, *copies, of_blocks, experts, num_warps=_WARPS)
-        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, num_warps=_WARPS)
+        launch_cached(count_copies, blocks, *copies, of_blocks, experts, num_warps=4)
+        launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, num_warps=4)
     return slots, tokens, positions, is_here, offsets
 
 
@@ -146,13 +146,15 @@ def place_copies(  # type: ignore[no-untyped-def]
         of_expert = smaller + tl.cumsum(total, 0) - total
         if tl.program_id(0) == 0:
             tl.store(offsets + expert, tl.minimum(of_expert, rows), mask=is_expert)
+        here = tl.sum(tl.where(expert == experts, of_expert, 0), 0)  # copies of any expert, if none's are sorted now
         row = of_expert + tl.sum(before, 0)
         for start in range(begin, end, _COPIES):
             copy, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = ((found[:, None] == expert[None, :]) & is_copy[:, None]).to(tl.int32)
             position = tl.sum(hits * (row[None, :] + tl.cumsum(hits, 0) - 1), 1)
             is_own = is_copy & (tl.sum(hits, 1) > 0)
-            tl.store(positions + copy, tl.minimum(position, tl.maximum(rows - 1, 0)).to(tl.int64), mask=is_own)
+            at = tl.minimum(position, tl.where(found < experts, rows, tl.minimum(here, rows)) - 1)
+            tl.store(positions + copy, tl.maximum(at, 0).to(tl.int64), mask=is_own)
             tl.store(slots + position, copy.to(tl.int64), mask=is_own & (position < rows))
             tl.store(tokens + position, copy // k, mask=is_own & (position < rows))
             tl.store(is_here + copy, (found < experts).to(tl.uint8), mask=is_own)

@@ -33,7 +33,6 @@ _MANY_EXPERTS = 128  # up to so many, one compiled kernel is for any number
 MOST_ROWS = tl.constexpr(_MOST_ROWS)
 CLEARED = tl.constexpr(1024)  # columns of padding at once
 CLEARED_ROWS = tl.constexpr(16)  # of padding, that a program claims at once
-RUN = tl.constexpr(4)  # tiles that a program claims at once
 
 
 class GateGradient(NamedTuple):
@@ -168,9 +167,7 @@ def _launch_product(
     if arrivals is not None and tokens is not None:
         order = arrivals.order(tokens, offsets, m)
         operands = order.experts, order.ends, offsets.new_zeros(1), source, tokens, described, offsets, *results
-        # Two tiles a program are claimed one by one, so that programs end together.
-        sizes = *sizes, 2 * programs
-        constants = m, n, k, is_transposed, epilogue, flattens, *arrivals.constants
+        constants = m, n, k, is_transposed, epilogue, *arrivals.constants
         arguments = arrivals.channel, arrivals.counters, order.mapping, *operands, *sizes, *constants
         key = *map(tiles.kind_of, (arrivals.counters, *operands, *sizes)), *constants, num_warps, num_stages
         options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -266,22 +263,21 @@ def multiply_groups(  # type: ignore[no-untyped-def]
             tl.store(out + tl.cast(padding, tl.int64) * width + places, 0.0, mask=places < width)
 
 
-@triton.jit(do_not_specialize=["n", "experts", "group_rows", "last_units"])
+@triton.jit(do_not_specialize=["n", "experts", "group_rows"])
 def multiply_groups_in_order(  # type: ignore[no-untyped-def]
     channel, counters, mapping, tile_experts, ends, claims, rows, tokens, weight, offsets, out, out_tiles, inner,
-    activated, factors, products, n, columns, k, experts, group_rows, last_units, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
-    FLATTEN: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
+    activated, factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
 
     mapping, tile_experts, ends: of the order, of tiles of BLOCK_M rows. rows: a tensor, gathered by tokens. claims:
     int32 [1], 0 before the first of the launches that divide the work. counters, CHANNELS, LANES: of `await_channels`.
     Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). Programs claim them, so that those
-    which start later, on multiprocessors that the exchange has left, do fewer: several tiles at once, of which each
-    one's loads begin before the stores of the one before, as FLATTEN says; the last `last_units` one by one.
-    Waits: for the channels that signal the rows of claimed tiles, before their loads, until all rows of all sources
-    have arrived. The exchange that sends them needs no place that a waiting program has: see `Arrivals.run`.
+    which start later, on multiprocessors that the exchange has left, do fewer.
+    Waits: for the channels that signal a tile's rows, before its loads, until all rows of all sources have arrived. The
+    exchange that sends them needs no place that a waiting program has: see `Arrivals.run`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
     row_tiles = tl.load(ends + channel.world - 1)
@@ -289,44 +285,29 @@ def multiply_groups_in_order(  # type: ignore[no-untyped-def]
     sizes = n, columns, k
     ready = row_tiles * 0
     has_all = ready != 0
-    units = row_tiles * column_tiles
-    runs = tl.maximum(units - last_units, 0) // RUN
-    claim = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
-    while _begin_run(claim, runs) < units:
-        begin = _begin_run(claim, runs)
+    unit = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+    while unit < row_tiles * column_tiles:
         following = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
-        end = tl.minimum(_begin_run(claim + 1, runs), units)
+        tile, column_tile = order_tiles(unit, row_tiles, column_tiles, group_rows)
+        row, end = tiles.tile_rows(mapping, tile)
+        expert = tl.load(tile_experts + tile)
         if has_all == 0:
-            low, high = channel.world * CHANNELS, 0
-            for unit in range(begin, end):
-                tile, _ = order_tiles(unit, row_tiles, column_tiles, group_rows)
-                first, last = tiles.tile_channels(mapping, tile)
-                low, high = tl.minimum(low, first), tl.maximum(high, last)
+            low, high = tiles.tile_channels(mapping, tile)
             zero, has_all = await_channels(channel, counters, low, high, CHANNELS, LANES)
             ready += zero
+        place = expert, row, end, column_tile * BLOCK_N
         arrived = rows + ready * 16  # a multiple of 16, so that loads stay wide
-        for unit in tl.range(begin, end, flatten=FLATTEN):
-            tile, column_tile = order_tiles(unit, row_tiles, column_tiles, group_rows)
-            row, row_end = tiles.tile_rows(mapping, tile)
-            place = tl.load(tile_experts + tile), row, row_end, column_tile * BLOCK_N
-            _make_tile(arrived, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
-        claim = following
-    unit = _begin_run(claim, runs)
+        _make_tile(arrived, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
+        unit = following
     width = columns * 2 if EPILOGUE == "differentiate" else columns
-    padding = tl.load(offsets + experts) + (unit - units) * CLEARED_ROWS
+    padding = tl.load(offsets + experts) + (unit - row_tiles * column_tiles) * CLEARED_ROWS
     while padding < n:
         for row in range(padding, tl.minimum(padding + CLEARED_ROWS, n)):
             for start in range(0, width, CLEARED):
                 places = start + tl.arange(0, CLEARED)
                 tl.store(out + tl.cast(row, tl.int64) * width + places, 0.0, mask=places < width)
-        unit = _begin_run(tl.atomic_add(claims, 1, sem="relaxed", scope="gpu"), runs)
-        padding = tl.load(offsets + experts) + (unit - units) * CLEARED_ROWS
-
-
-@triton.jit
-def _begin_run(claim, runs):  # type: ignore[no-untyped-def]
-    """The first unit of a claim: `runs` claims have RUN of them, and those after it one."""
-    return tl.minimum(claim, runs) * (RUN - 1) + claim
+        unit = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+        padding = tl.load(offsets + experts) + (unit - row_tiles * column_tiles) * CLEARED_ROWS
 
 
 @triton.jit
