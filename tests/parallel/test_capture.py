@@ -11,7 +11,7 @@ from torch import nn
 
 from stretto.memory import failures
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import CapturedStep, Grid, forward_passes, no_sync, parallelize
+from stretto.parallel import CapturedStep, Grid, capture, forward_passes, no_sync, parallelize
 
 
 def test_a_captured_step_without_a_gpu_raises():
@@ -87,3 +87,20 @@ def find_kept_nodes(dtype: torch.dtype | None) -> list[str]:
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_autograds_nodes_are_made_anew_on_a_captured_steps_stream(ranks, dtype):
     assert ranks(1).run(find_kept_nodes, dtype) == [[]]
+
+
+def fail(first: Exception) -> None:
+    """As torch does where a step raises while it is captured: the end of the capture raises another error over it."""
+    small = mock.patch.multiple(torch.cuda, graph=lambda *_, **__: nullcontext(), CUDAGraph=mock.MagicMock())
+    with small, capture._explaining_failures(mock.MagicMock()):
+        try:
+            raise first
+        finally:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+def test_a_failed_capture_names_the_first_error():
+    with pytest.raises(RuntimeError, match=r"cannot be captured .*operation not permitted when stream is capturing"):
+        fail(RuntimeError("operation not permitted when stream is capturing"))
+    with pytest.raises(KeyError, match="tokens"):  # nothing that a capture forbids
+        fail(KeyError("tokens"))

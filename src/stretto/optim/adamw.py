@@ -20,6 +20,8 @@ class AdamW(torch.optim.AdamW):
     `_foreach_mul_` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
     (`stretto.optim.guard`).
 
+    lr: a number, or a 0-dim tensor on the device, as captured steps need; in fp64 it gives the number's bits.
+
     writes_copies: the kernel also writes the weights of a parallelized model's linears in the compute dtype, so that
     the next forward pass need not cast them. Of weights that copy engines gather over z they are written where they
     are sent from; of those that z does not shard they take memory between steps: 2 bytes per parameter in bf16. Only

@@ -130,13 +130,16 @@ def _explaining_failures(stream: torch.cuda.Stream) -> Iterator[None]:
         small = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
         with suppress(RuntimeError), warnings.catch_warnings(), small:
             warnings.simplefilter("ignore")  # the graph is empty
-        if "captur" not in str(error):
-            raise
+        first: BaseException = error  # torch's end of the capture fails after it, and hides it
+        while first.__context__ is not None:
+            first = first.__context__
+        if "captur" not in str(first):
+            raise first from None
         raise RuntimeError(
             "the step cannot be captured as a CUDA graph: something in it makes the host wait for the GPU or draw "
             "random numbers (.item(), a branch on a tensor, dropout of a model on x or y). The error's cause says "
-            f"where: {error}"
-        ) from error
+            f"where: {first}"
+        ) from first
 
 
 class _CapturedModel:

@@ -96,6 +96,8 @@ class ShardOptimizer:
         but the gradients changes. Fused optimizers decide that on the device. Raises ValueError if the model was
         converted after this optimizer was made.
         """
+        if isinstance(lr, Tensor) and isinstance(self.inner, SGD):
+            lr = lr.float()  # torch's fused kernel reads nothing else
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, Pipeline, gather, layout_of, mean_over_batch, no_sync, parallelize
+from stretto.parallel import Grid, Pipeline, count_collectives, gather, layout_of, mean_over_batch, no_sync, parallelize
 from stretto.parallel.comm import collectives, gradient_buckets
 from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 from tests.parallel.training import distance
@@ -267,3 +267,30 @@ def unsharded(dtype: torch.dtype) -> list[float]:
 def test_unsharded_micro_batches_are_added_in_the_dtype_in_which_gradients_are_reduced(ranks):
     assert ranks(2).run(unsharded, torch.float32) == [[257.0, 258.0]] * 2
     assert ranks(2).run(unsharded, torch.bfloat16) == [[256.0, 258.0]] * 2  # 257 is rounded in a bf16 .grad
+
+
+def summed_embedding() -> tuple[bool, dict[str, int]]:
+    """Whether an embedding's gradient is the fp32 sum of what ranks have in bf16; and the bytes sent for it."""
+    grid = Grid(z=3)
+    rank = grid.coordinate("z")
+    table = parallelize(
+        nn.Sequential(nn.Embedding(10, 4)), grid, roles={"0": "embedding"}, dtype=torch.bfloat16,
+        reduce_dtype=torch.float32, gradients="sum",
+    )  # fmt: skip
+    ids = torch.tensor([[1, 1, 9 - rank, 5]])
+    wanted = torch.zeros(10, 4)
+    for each in range(3):
+        here = torch.zeros(10, 4, dtype=torch.bfloat16)
+        for number, row in enumerate((1, 1, 9 - each, 5)):
+            here[row] += (each + 1) * (257 + number) / 3
+        wanted += here
+    factors = ((rank + 1) * (torch.arange(4) + 257) / 3).bfloat16().view(1, 4, 1)
+    with count_collectives(grid) as counts:
+        (table(ids) * factors).sum().backward()
+    sent = {kind: sent for (axis, kind), sent in counts.bytes_by_kind().items() if axis == "z" and sent >= 64}
+    return torch.equal(gather(table[0].weight.grad), wanted), sent
+
+
+def test_an_embeddings_gradient_is_sent_as_it_is_and_summed_in_the_dtype_of_reductions(ranks):
+    # Of 12 rows of 4 numbers, two thirds go to others; the weight is gathered, 4 rows to each of two.
+    assert ranks(3).run(summed_embedding) == [(True, {"all_gather": 64, "all_to_all": 64})] * 3

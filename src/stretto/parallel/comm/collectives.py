@@ -235,6 +235,19 @@ class Pending:
         return self.result
 
 
+@dataclass(frozen=True)
+class PendingSum(Pending):
+    """Parts of all ranks on their way, in a narrower dtype than that of their sum [rows, ...], which `wait` returns."""
+
+    rows: int = 0
+    ranks: int = 1
+    dtype: torch.dtype | None = None
+
+    def wait(self) -> Tensor:
+        """The sum, in the order of ranks."""
+        return super().wait().unflatten(0, (self.ranks, -1))[:, : self.rows].sum(0, dtype=self.dtype)
+
+
 class _NoGroup:
     """Stands for a process group where ranks compute the same and nothing is sent."""
 
@@ -345,6 +358,20 @@ def start_scatter_rows(
         work = None if levels is None else levels.reduce_scatter(part, source, group, op)
         work = work or _reduce_scatter(part, source, op=op, group=group, async_op=True)
         return Pending(part[:local_rows], issued.watch(work, part), source, factor)
+
+
+def start_scatter_narrow_rows(
+    whole: Tensor, local_rows: int, group: dist.ProcessGroup, dtype: torch.dtype, factor: float = 1.0
+) -> Pending:
+    """Begin `scatter_rows` of numbers that are summed in a wider dtype, but sent as they are: by an all-to-all.
+
+    `Pending.factor` is left to the caller.
+    """
+    source = _padded(whole, -(-whole.shape[0] // group.size()) * group.size())
+    received = torch.empty_like(source)
+    with collective("all_to_all", group) as issued:
+        work = issued.watch(dist.all_to_all_single(received, source, group=group, async_op=True), received)
+        return PendingSum(received, work, source, factor, rows=local_rows, ranks=group.size(), dtype=dtype)
 
 
 def all_to_all(

@@ -80,7 +80,8 @@ class GradientReducer:
     biases and positions come through autograd's hooks (`watch`). While `is_syncing` is False, gradients accumulate
     unsummed; the next pass that syncs sums all of them. Those of weights are reduce-scattered over z all the same, so
     that each rank keeps its shard alone; while `keeps_unsharded` is True, they are kept whole until a pass that syncs.
-    accumulates_unsharded: the default of `no_sync`'s `unsharded`, which sets `keeps_unsharded`.
+    accumulates_unsharded: the default of `no_sync`'s `unsharded`, which sets `keeps_unsharded`. has_kept_unsharded:
+    whether that was ever True, which is so on all ranks alike.
 
     The first backward pass shows how many parts each gradient has (a tied weight: two). `BucketedSums` sums gradients
     over the axes other than z, also those that some ranks lack.
@@ -123,7 +124,7 @@ class GradientReducer:
         self.is_syncing = True
         self.has_synced = False
         self.is_in_forward = False
-        self.accumulates_unsharded = self.keeps_unsharded = False
+        self.accumulates_unsharded = self.keeps_unsharded = self.has_kept_unsharded = False
         self._unsharded = UnshardedGradients(precision)
         self._users_hooks = UsersHooks(self._enter)
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
@@ -586,6 +587,7 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
     before = reducer.is_syncing, reducer.keeps_unsharded, reducer.order.kind
     reducer.is_syncing = False
     reducer.keeps_unsharded = reducer.accumulates_unsharded if unsharded is None else unsharded
+    reducer.has_kept_unsharded |= reducer.keeps_unsharded
     reducer.order.kind = "no_sync", reducer.keeps_unsharded
     try:
         yield

@@ -249,7 +249,10 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
 
 
 def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_averaged: bool) -> Tensor:
-    counts = torch.as_tensor(count, device=total.device).clone()
+    # A number is filled in on the device: a copy from the host cannot be captured.
+    counts = (
+        count.to(total.device, copy=True) if isinstance(count, Tensor) else torch.full((), count, device=total.device)
+    )
     part, group = total / all_reduce(counts, grid.communicator(LOSS)), grid.communicator(LOSS)
     return _SumOverLossGroup.apply(part, group, is_averaged)
 

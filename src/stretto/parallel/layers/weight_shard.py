@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.parallel.comm.collectives import Pending, start_scatter_rows
+from stretto.parallel.comm.collectives import Pending, start_scatter_narrow_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.weight_gathering import GatheredWeight, StepGatherer, WeightGatherer, WeightToGather
 from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
@@ -90,8 +90,11 @@ class WeightShard:
         if isinstance(parameter, TensorOnGrid) and parameter.pruned is not None:
             options = self.precision.reduce, factor, self.gradients.levels
             return cast_to(Pending, parameter.pruned.start_scatter(gradient, *options))
-        if self.precision.reduce is not None and self.is_sent(parameter):
-            gradient = gradient.to(self.precision.reduce)
+        dtype = self.precision.reduce
+        if dtype is not None and self.is_sent(parameter) and gradient.dtype is not dtype:
+            if gradient.itemsize < dtype.itemsize and self._sends_narrow():
+                return start_scatter_narrow_rows(gradient, self.local_rows, self.group, dtype, factor)
+            gradient = gradient.to(dtype)
         if self.ring is None:
             levels = self.gradients.levels
             if not self.dim or self.group.size() == 1:
@@ -99,6 +102,14 @@ class WeightShard:
             sent = start_scatter_rows(gradient.transpose(0, self.dim), self.local_rows, self.group, factor, levels)
             return replace(sent, result=sent.result.transpose(0, self.dim))
         return self.ring.start(gradient, self.local_rows, parameter.dtype, factor)
+
+    def _sends_narrow(self) -> bool:
+        """True if a gradient is sent in its own dtype, as an embedding's is, and summed in that of reductions.
+
+        All ranks must choose alike: not where a kept gradient, which some ranks may lack, has been added to it.
+        """
+        is_plain = not self.dim and self.ring is None and self.gradients.levels is None
+        return is_plain and self.group.size() > 1 and not self.gradients.has_kept_unsharded
 
     def takes_own_gradient(self, parameter: nn.Parameter) -> bool:
         """True if this rank has all of the weight, computes with it as it is, and makes its gradient in its dtype."""
