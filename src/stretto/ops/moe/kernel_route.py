@@ -239,10 +239,10 @@ def find_kernel_route(
             return (table,)
         if not room:
             return table, table.cpu()
-        on_host, event = torch.empty(table.shape, dtype=table.dtype, pin_memory=table.is_cuda), None
+        on_host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=table.is_cuda)
+        event = torch.cuda.Event() if table.is_cuda else None
         on_host.copy_(table, non_blocking=True)
-        if table.is_cuda:
-            event = torch.cuda.Event()
+        if event is not None:
             event.record()
         early.append(sort(table, room, room, room * k, table[world, rank, 0], 0))
         if event is not None:
