@@ -425,7 +425,7 @@ def _push(
         raise
     received = staging if shape == (capacity, columns) else staging[:capacity, :columns]
     counters = None if tables is None else tables.counters
-    sent = rows, positions, sums
+    sent = (rows, positions, sums) if beside else None  # else what frees them follows the kernel on its stream
     return Arrivals(received, block_channel, channel, mapping, tile_rows, table, sent, counters, group.rank())
 
 
