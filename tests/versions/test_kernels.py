@@ -129,12 +129,12 @@ def launch_exchange(name: str) -> Launch:
         arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, LONGS, 4096, 8, 8, 8
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
     mapping, half = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True), FLOATS.bfloat16()
-    pushed, sums, tile = routed.GivenRows(half, LONGS, 4096), None, (0, 32, 1024)
-    options = {"num_warps": 16}
+    pushed: Any = routed.GivenRows(half, LONGS, 4096)
+    tile, options = (0, 32, 1024), {"num_warps": 16}
     if name == "push_rows":
-        sums, tile = exchange_kernel.CopySums(LONGS, FLOATS, FLOATS.to(torch.uint8)), (8, 8, 1024)
-        pushed, options = routed.GivenRows(half, None, 4096), {"num_warps": 32, "enable_fp_fusion": False}
-    arguments = make_channel("p2p"), mapping, pushed, sums, half.clone(), WORDS, 8192, 8192, 0, True, True, *tile
+        pushed = exchange_kernel.SummedRows(half, LONGS, 4096, FLOATS, FLOATS.to(torch.uint8))
+        tile, options = (8, 8, 1024), {"num_warps": 32, "enable_fp_fusion": False}
+    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 1, True, *tile
     return Launch(exchange_kernel.push_rows, arguments, options)
 
 
@@ -149,7 +149,7 @@ def launch_sort(name: str) -> Launch:
     copies = WORDS, 16, 65536, 8, WORDS, WORDS
     if name == "count_copies":
         return Launch(sorting.count_copies, (*copies, 64), {})
-    found = LONGS, WORDS, LONGS, FLOATS.to(torch.uint8), WORDS
+    found = LONGS, WORDS, LONGS, FLOATS.to(torch.uint8)
     return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {})
 
 

@@ -237,7 +237,7 @@ def test_rows_are_stored_before_their_signal_in_wide_pieces():
     rows, longs, words = (torch.zeros(64, dtype=dtype) for dtype in (torch.bfloat16, torch.int64, torch.int32))
     mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
     pushed = GivenRows(rows, longs, 4096)
-    arguments = make_channel("p2p"), mapping, pushed, None, rows, words, 8192, 8192, 0, True, True, 0, 32, 1024
+    arguments = make_channel("p2p"), mapping, pushed, rows, words, 8192, 8192, 1, True, 0, 32, 1024
     lines = compile_to_ptx(exchange_kernel.push_rows, arguments, num_warps=16)
     assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]

@@ -22,7 +22,7 @@ from stretto.memory.gpus import NCCL_BLOCKS, count_processors, limit_waiting
 from stretto.ops.choices import find_nodes
 from stretto.ops.joint.kernel import find_node_group, find_put_channel
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
-from stretto.ops.moe.exchange_kernel import CopySums, exchange_counts, push_rows
+from stretto.ops.moe.exchange_kernel import SummedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
@@ -139,7 +139,7 @@ class KernelRoute(Route):
         self, rows: Tensor, weights: Tensor | None, *, waits: bool = True, programs: int | None = None
     ) -> Arrivals:
         weights = None if weights is None else weights.contiguous()
-        sums = CopySums(self.index.positions, weights, self.index.is_here.view(torch.uint8))
+        sums = self.index.positions, weights, self.index.is_here.view(torch.uint8)
         return _push(
             self.group, rows, None, self.table, self.pairs_back, back_by=0, sums=sums, waits=waits, programs=programs,
             beside=programs is not None,
@@ -338,7 +338,7 @@ def _push(
     capacity: int,
     *,
     back_by: int | None = None,
-    sums: CopySums | None = None,
+    sums: tuple[Tensor, Tensor | None, Tensor] | None = None,
     waits: bool = True,
     beside: bool = True,
     programs: int | None = None,
@@ -347,9 +347,10 @@ def _push(
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
-    sums: of rows, that are pushed in their place. waits: for all rows that this rank receives; without, the kernel runs
-    on a side stream if beside, of so many programs at most, or on the current one, of one a multiprocessor. way: a
-    schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
+    sums: positions, weights and is_here of `SummedRows`, of which sums are pushed. waits: for all rows that this rank
+    receives; without, the kernel runs on a side stream if beside, of so many programs at most, or on the current one,
+    of one a multiprocessor. way: a schedule, by whose messages `move_rows` sends them, and the most rows that a rank has
+    for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
     nodes = find_nodes(name, rows.device)
@@ -404,10 +405,13 @@ def _push(
         programs = most if programs is None else min(programs, most)
         with tiles.copy_engine(block_channel) if beside else contextlib.nullcontext():
             if tables is None:
-                known, k = (pushed.known, 0) if sums is None else tuple(sums.positions.shape)
-                constants = back_by or 0, back_by is not None, waits, k, tile_rows, block
-                arguments = channel, mapping, pushed, sums, staging, table, known, capacity, *constants
-                key = *map(tiles.kind_of, (*pushed, *(sums or ()), staging, table)), *constants
+                given: GivenRows | SummedRows = pushed
+                known, k = pushed.known, 0
+                if sums is not None:
+                    (known, k), given = sums[0].shape, SummedRows(rows, sums[0], columns, *sums[1:])
+                constants = 0 if back_by is None else back_by + 1, waits, k, tile_rows, block
+                arguments = channel, mapping, given, staging, table, known, capacity, *constants
+                key = *map(tiles.kind_of, (*given, staging, table)), *constants
                 # Of sums a multiprocessor has all the warps that it can, and they are rounded as torch rounds them.
                 warps, is_fused = (16, True) if sums is None else (32, False)
                 block_channel.launch(push_rows, key, programs, arguments, num_warps=warps, enable_fp_fusion=is_fused)

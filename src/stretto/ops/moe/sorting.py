@@ -65,15 +65,14 @@ def _sort_by_kernels(
     positions, is_here = _empty((t, k), device), torch.empty(t, k, dtype=torch.bool, device=device)
     if not t * k:
         return slots, tokens, positions, is_here, torch.zeros(experts + 1, dtype=torch.int32, device=device)
-    offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
     blocks = min(triton.cdiv(t * k, _COPIES.value), _BLOCKS)
-    of_blocks = torch.empty(blocks, experts + 1, dtype=torch.int32, device=device)
+    of_blocks = torch.empty(blocks + 1, experts + 1, dtype=torch.int32, device=device)
     copies = ids, ids.stride(0), t * k, k, known
-    found = slots, tokens, positions, is_here.view(torch.uint8), offsets
+    found = slots, tokens, positions, is_here.view(torch.uint8)
     with torch.cuda.device_of(ids):
         launch_cached(count_copies, blocks, *copies, of_blocks, experts, num_warps=4)
         launch_cached(place_copies, blocks, *copies, of_blocks, *found, rows, experts, num_warps=4)
-    return slots, tokens, positions, is_here, offsets
+    return slots, tokens, positions, is_here, of_blocks[0]
 
 
 def _empty(shape: int | tuple[int, int], device: torch.device) -> Tensor:
@@ -112,7 +111,7 @@ def _find_share(copies):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def count_copies(ids, stride, copies, k, known, of_blocks, experts):  # type: ignore[no-untyped-def]
-    """of_blocks [programs, experts + 1]: how many of its copies each expert has, and none, last."""
+    """of_blocks [1 + programs, experts + 1]: how many of its copies each expert has, and none, last."""
     begin, end = _find_share(copies)
     for first in range(0, experts + 1, _EXPERTS):
         expert = first + tl.arange(0, _EXPERTS)
@@ -121,14 +120,14 @@ def count_copies(ids, stride, copies, k, known, of_blocks, experts):  # type: ig
             _, is_copy, found = _load_experts(ids, stride, copies, k, known, start, experts)
             hits = (found[:, None] == expert[None, :]) & is_copy[:, None]
             number += tl.sum(hits.to(tl.int32), 0)
-        tl.store(of_blocks + tl.program_id(0) * (experts + 1) + expert, number, mask=expert <= experts)
+        tl.store(of_blocks + (1 + tl.program_id(0)) * (experts + 1) + expert, number, mask=expert <= experts)
 
 
 @triton.jit
 def place_copies(  # type: ignore[no-untyped-def]
-    ids, stride, copies, k, known, of_blocks, slots, tokens, positions, is_here, offsets, rows, experts
+    ids, stride, copies, k, known, of_blocks, slots, tokens, positions, is_here, rows, experts
 ):
-    """Write what `sort_copies` returns for a program's copies, from the numbers of `count_copies`."""
+    """Write what `sort_copies` returns for a program's copies, from `count_copies`' numbers; before these, offsets."""
     begin, end = _find_share(copies)
     smaller = tl.program_id(0) * 0  # copies of experts before `first`
     for first in range(0, experts + 1, _EXPERTS):
@@ -139,13 +138,13 @@ def place_copies(  # type: ignore[no-untyped-def]
         for start in range(0, tl.num_programs(0), _READ):
             block = (start + tl.arange(0, _READ))[:, None]
             mask = (block < tl.num_programs(0)) & is_expert[None, :]
-            number = tl.load(of_blocks + block * (experts + 1) + expert[None, :], mask=mask, other=0)
+            number = tl.load(of_blocks + (1 + block) * (experts + 1) + expert[None, :], mask=mask, other=0)
             numbers += number
             before += tl.where(block < tl.program_id(0), number, 0)
         total = tl.sum(numbers, 0)
         of_expert = smaller + tl.cumsum(total, 0) - total
         if tl.program_id(0) == 0:
-            tl.store(offsets + expert, tl.minimum(of_expert, rows), mask=is_expert)
+            tl.store(of_blocks + expert, tl.minimum(of_expert, rows), mask=is_expert)
         here = tl.sum(tl.where(expert == experts, of_expert, 0), 0)  # copies of any expert, if none's are sorted now
         row = of_expert + tl.sum(before, 0)
         for start in range(begin, end, _COPIES):
