@@ -349,8 +349,8 @@ def _push(
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
     sums: positions, weights and is_here of `SummedRows`, of which sums are pushed. waits: for all rows that this rank
     receives; without, the kernel runs on a side stream if beside, of so many programs at most, or on the current one,
-    of one a multiprocessor. way: a schedule, by whose messages `move_rows` sends them, and the most rows that a rank has
-    for another.
+    of one a multiprocessor. way: a schedule, by whose messages `move_rows` sends them, and the most rows that a rank
+    has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
     nodes = find_nodes(name, rows.device)
