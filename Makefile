@@ -2,6 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# pip leaves compiling to Python, which compiles what is imported, a tenth, and keeps it, whatever this shell says.
+EXTRAS ?= dev,plots
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-long test-docs test-with-docs test-exhaustive test-slow-machine test-versions test-versions-exhaustive nightly
 .PHONY: test-backend-suite gpu-test-backend-suite
@@ -31,9 +35,9 @@ help:
 demo: $(VENV)/.installed
 	$(BIN)/stretto demo $(if $(SHORT),--steps 8)
 
-# Compiled modules are kept, whatever this shell says: tests start hundreds of processes. A process that has run all its
-# tests takes over some of the others'; there is one more than 2 cores take, since some tests wait.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+# A process that has run all its tests takes over some of the others'; there is one more than 2 cores take, since some
+# tests wait.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
 CODE_TESTS := tests --ignore=tests/gpu --ignore=tests/versions --ignore=tests/test_site.py --ignore=tests/test_pages.py
 
 test: $(VENV)/.installed
@@ -63,10 +67,10 @@ test-backend-suite: $(VENV)/.installed
 
 # Each set of versions has a virtual environment in this folder, some 5 GB; .venv has the versions of constraints.txt.
 VERSIONS_FOLDER ?= build/versions
-test-versions: $(VENV)/.installed
+test-versions:
 	$(PYTHON) tests/versions/run.py --folder $(VERSIONS_FOLDER)
 
-test-versions-exhaustive: $(VENV)/.installed
+test-versions-exhaustive:
 	$(PYTHON) tests/versions/run.py --folder $(VERSIONS_FOLDER) --exhaustive
 
 # Several processes, each with ranks on the same GPUs: most of the time goes into compiling kernels, and machines with
@@ -141,7 +145,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		else \
 			echo "Python's venv module is missing: sudo apt-get install python3-venv"; exit 1; \
 		fi; }
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plots]'
+	$(INSTALL) --editable '.[$(EXTRAS)]'
 	$(BIN)/stretto doctor  # which compiles what is compiled once
 	@touch $@
 
@@ -153,7 +157,7 @@ docs: $(VENV)/.docs-installed
 	$(BIN)/python -m pytest --quiet tests/test_site.py
 
 $(VENV)/.docs-installed: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(if $(findstring docs,$(EXTRAS)),,$(INSTALL) --editable '.[docs]')
 	@touch $@
 
 docs-figures: $(VENV)/.installed

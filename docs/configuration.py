@@ -3,6 +3,7 @@
 
 import types
 from collections.abc import Iterator
+from inspect import getdoc
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -65,7 +66,7 @@ def _tables(kind: type[JobConfig]) -> Iterator[str]:
                 for key, f in section.model_fields.items()
                 if is_first or name != "train" or not _is_shared(key, kind)
             }
-            yield _table(f"`[{name}]`", (section.__doc__ or "").strip(), f"{name}.", fields)
+            yield _table(f"`[{name}]`", getdoc(section) or "", f"{name}.", fields)
 
 
 def _is_shared(name: str, kind: type[JobConfig]) -> bool:
@@ -121,7 +122,8 @@ def _type_words(annotation: Any) -> str:
         return ", or ".join(_type_words(kind) for kind in get_args(annotation) if kind is not types.NoneType)
     if get_origin(annotation) is list:
         (item,) = get_args(annotation)
-        return f"a list of {_type_words(get_args(item)[0] if get_origin(item) is Annotated else item)}s"
+        words = _type_words(get_args(item)[0] if get_origin(item) is Annotated else item)
+        return f"a list of {words.removeprefix('a ').replace('list', 'lists', 1) if words[:2] == 'a ' else words + 's'}"
     return {int: "number", float: "number", bool: "`true` \\| `false`", str: "text", Path: "path"}[annotation]
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Polygon, Rectangle
 
 from stretto.report.pipeline import plot_pipeline
 from stretto.report.run import read_run
@@ -132,6 +132,34 @@ def draw_experts(path: Path) -> None:
         picture.caption = (
             "Boxes of one colour hold the same numbers, and sum their gradients. Tokens travel between the two rows of "
             "a pair, data=0 and 1, or 2 and 3, to the ranks that have their experts, and back."
+        )
+
+
+def draw_scores(axes: Axes, title: str, owners: list[int]) -> None:
+    """The scores of a causal sequence in 8 chunks, whose queries are of `owners`, and each rank's part of them."""
+    work = [0.0] * 4
+    for row, rank in enumerate(owners):
+        colour = (SKY, ORANGE, GREEN, PURPLE)[rank]
+        draw_box(axes, 0, -row - 1, (row, 1), tint(colour))
+        axes.add_patch(Polygon([(row, -row), (row, -row - 1), (row + 1, -row - 1)], facecolor=tint(colour)))
+        axes.text(-0.2, -row - 0.5, f"rank {rank}", ha="right", va="center_baseline", fontsize=TEXT)
+        work[rank] += (row + 0.5) / 32
+    for rank, part in enumerate(work):
+        axes.text(5.2, -0.5 - 0.8 * rank, f"rank {rank}: {part:.0%}", va="center_baseline", fontsize=TEXT)
+    hide_frame(axes)
+    axes.set(xlim=(-1.6, 8), ylim=(-8, 0), title=title, xlabel="keys")
+
+
+def draw_context(path: Path) -> None:
+    """Whose queries the chunks of a causal sequence are, contiguously and zig-zag, on four ranks."""
+    with drawing(path, 8, 3.4) as picture:
+        left, right = picture.panels(1, 2)[0]
+        draw_scores(left, "contiguous", [0, 0, 1, 1, 2, 2, 3, 3])
+        draw_scores(right, "zig-zag", [0, 1, 2, 3, 3, 2, 1, 0])
+        picture.title = "Causal attention of four ranks: a sequence in 8 chunks, and each rank's part of the scores"
+        picture.caption = (
+            "A row is a chunk of queries, and what is coloured are the scores that its rank computes: those of keys "
+            "before it. The keys of other ranks travel to it."
         )
 
 
@@ -424,6 +452,7 @@ def main() -> None:
         take_timeline(Path(trace))
     draw_grid(FOLDER / "grid.png")
     draw_experts(FOLDER / "experts.png")
+    draw_context(FOLDER / "context.png")
     draw_two_level(FOLDER / "two-level.png")
     draw_put(FOLDER / "put.png")
     draw_fused_kernel(FOLDER / "fused-kernel.png")

@@ -53,7 +53,9 @@ class TransformersSetting:
     ] = None
     micro_batches: Annotated[int, Option("Micro-batches of a rank's part of the batch.", least=1)] = 1
     seq_len: Annotated[int | None, Option("Tokens a sequence (default: the model's).", least=1)] = None
-    only: Annotated[tuple[str, ...], Option("Only the run of this name, or runs with this in their name.", is_repeated=True)] = ()
+    only: Annotated[
+        tuple[str, ...], Option("Only the run of this name, or runs with this in their name.", is_repeated=True)
+    ] = ()
     routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
     with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
     small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False

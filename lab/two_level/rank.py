@@ -28,18 +28,22 @@ _PROBES = 15
 
 
 def main() -> None:
-    """Run one rank. argv: the settings as JSON, the path of the store, and the rank.
+    """Run one rank of the bench."""
+    serve(lambda given: measure(TwoLevelSetting(**given)))
 
-    Prints the result as JSON; the process ends when its parent closes stdin.
+
+def serve(measure_all: Callable[[dict[str, Any]], object]) -> None:
+    """Join the ranks' group, and print what `measure_all` finds. argv: settings, path of the store, ranks, this rank.
+
+    Settings and result are JSON; the process ends when its parent closes stdin.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not write between the answers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    setting = TwoLevelSetting(**json.loads(sys.argv[1]))
+    given, path, world, rank = sys.argv[1:]
     torch.set_num_threads(1)
-    store = dist.FileStore(sys.argv[2], setting.world)
-    dist.init_process_group("gloo", store=store, rank=int(sys.argv[3]), world_size=setting.world)
-    print(json.dumps(measure(setting)), file=answers, flush=True)
+    dist.init_process_group("gloo", store=dist.FileStore(path, int(world)), rank=int(rank), world_size=int(world))
+    print(json.dumps(measure_all(json.loads(given))), file=answers, flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -74,7 +78,7 @@ def measure(setting: TwoLevelSetting) -> dict[str, Any]:
                 "flat": _collective(flat, collective, "ring", shard_bytes),
                 "library": _collective(two_level, collective, "flat", shard_bytes),
             }
-            seconds = _interleave(runs, setting.repeats)
+            seconds = interleave(runs, setting.repeats)
             rows.append({"collective": collective, "shard_bytes": shard_bytes, "seconds": seconds})
             if dist.get_rank() == 0:
                 shown = ", ".join(f"{name} {value['median'] * 1e3:.1f} ms" for name, value in seconds.items())
@@ -93,7 +97,7 @@ def _measure_overheads(setting: TwoLevelSetting, undelayed: TwoLevelGroup) -> di
         "inside": lambda: gather(whole, part, group=own),
         "ring": _collective(undelayed, "all_gather", "ring", _SMALL),
     }
-    seconds = {name: value["median"] for name, value in _interleave(runs, _PROBES).items()}
+    seconds = {name: value["median"] for name, value in interleave(runs, _PROBES).items()}
     between = (seconds["ring"] - seconds["inside"]) / (setting.nodes - 1)
     return {"inside": seconds["inside"] / max(1, setting.ranks_per_node - 1), "between": max(0.0, between)}
 
@@ -106,18 +110,18 @@ def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: in
     return lambda: group.reduce_scatter(part, whole, algorithm=algorithm)
 
 
-def _interleave(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+def interleave(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
     """Time the runs in turn, after a warm-up of each: median, least and most seconds of each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + 1):
         for name, run in runs.items():
-            seconds = _time(run)
+            seconds = time_run(run)
             if repeat:
                 times[name].append(seconds)
     return {name: _summarize(values) for name, values in times.items()}
 
 
-def _time(run: Callable[[], object]) -> float:
+def time_run(run: Callable[[], object]) -> float:
     """Time a run: seconds from a common start until the last rank is done."""
     moment = torch.tensor([time.monotonic() + _LEAD], dtype=torch.float64)
     dist.all_reduce(moment, dist.ReduceOp.MAX)

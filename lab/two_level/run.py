@@ -149,14 +149,22 @@ def measure_network(setting: TwoLevelSetting) -> Measured:
 
 def run_nodes(setting: TwoLevelSetting) -> dict[str, Any]:
     """Start one process a rank, each in its node's namespace. Returns rank 0's result."""
+    nodes = [rank // setting.ranks_per_node for rank in range(setting.world)]
+    limit = _START_LIMIT + _predict_longest(setting)
+    result: dict[str, Any] = run_ranks_on(nodes, "lab.two_level.rank", asdict(setting), limit)
+    return result
+
+
+def run_ranks_on(nodes: Sequence[int], module: str, given: dict[str, Any], limit: float) -> Any:
+    """Run a module that calls `rank.serve` in the namespaces of these nodes, one a rank. Returns rank 0's result.
+
+    limit: seconds, for the start and all that is measured.
+    """
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-        given = json.dumps(asdict(setting)), str(Path(folder) / "store")
-        commands = [
-            command_in(rank // setting.ranks_per_node, "lab.two_level.rank", *given, str(rank))
-            for rank in range(setting.world)
-        ]
+        arguments = json.dumps(given), str(Path(folder) / "store"), str(len(nodes))
+        commands = [command_in(node, module, *arguments, str(rank)) for rank, node in enumerate(nodes)]
         with Processes(commands) as ranks:
-            return ranks.receive("measuring; its own words are above", _START_LIMIT + _predict_longest(setting))[0]
+            return ranks.receive("measuring; its own words are above", limit)[0]
 
 
 def _predict_longest(setting: TwoLevelSetting) -> float:

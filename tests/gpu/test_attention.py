@@ -65,9 +65,13 @@ def compare(world: int, implementation: str, dtype: torch.dtype) -> list[list[fl
     return found
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    "dtype", sampled([torch.bfloat16, torch.float32], [torch.bfloat16, torch.float16, torch.float32]), ids=str
+    ("implementation", "dtype"),
+    sampled(
+        [*((implementation, torch.bfloat16) for implementation in IMPLEMENTATIONS), ("ring", torch.float32)],
+        list(itertools.product(IMPLEMENTATIONS, LIMIT)),
+    ),
+    ids=str,
 )
 def test_it_is_attention_of_the_whole_sequence(
     gpu_pool: GpuRanks, world: int, implementation: str, dtype: torch.dtype

@@ -224,7 +224,7 @@ def look_up_with_faults(folder: Path) -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.parametrize("calls", [150, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("calls", [60, pytest.param(500, marks=pytest.mark.exhaustive)])
 def test_random_jagged_batches_are_right_past_stragglers(
     run_ranks: Run, tmp_path: Path, calls: int, world: int
 ) -> None:

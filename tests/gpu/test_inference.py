@@ -85,9 +85,27 @@ def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], 
         assert patched == before != loaded
 
 
-def count_kernels(layers: int) -> int:
+def decode_whole_chunks(family: str) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Texts of a prompt of one chunk, and of one of two chunks, thrice; and the sizes that have graphs."""
+    given = prompts(3, (64, 128))
+    with Engine(parallelize(make(family), Grid(device="cuda")), 2, 2048, chunk=64) as engine:
+        texts = [engine.generate([prompt], 4)[0] for _ in range(3) for prompt in given]
+        return texts, list(engine._runner._graphs)
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_a_whole_chunk_of_a_prompt_replays_a_graph(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    plain = make("llama")
+    expected = [continued(plain, prompt, 4) for prompt in prompts(3, (64, 128))]
+    ((texts, sizes),) = run_ranks(world, decode_whole_chunks, "llama")
+    assert texts == expected * 3
+    assert (64, 1) in sizes
+
+
+def count_kernels(layers: int, *, invariant: bool) -> int:
     """Kernels and copies of a decoding step, by its graph; of sizes that cuBLAS does not split."""
-    model = parallelize(make("llama", num_hidden_layers=layers).bfloat16(), Grid(device="cuda"))
+    model = make("llama", num_hidden_layers=layers).bfloat16()
+    model = parallelize(model, Grid(device="cuda"), invariant=invariant)
     with Engine(model, 2, 4096) as engine:
         request = engine.submit(list(range(40)), 20, stop=())
         while len(request.tokens) < 8:
@@ -97,6 +115,7 @@ def count_kernels(layers: int) -> int:
 
 
 @pytest.mark.ranks(1, own=(1,), among=(1,))
-def test_a_layer_decodes_by_eight_kernels(run_ranks: Callable[..., list[Any]], world: int) -> None:
-    (few,), (many,) = (run_ranks(world, count_kernels, layers) for layers in (2, 6))
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_layer_decodes_by_eight_kernels(run_ranks: Callable[..., list[Any]], world: int, invariant: bool) -> None:
+    (few,), (many,) = (run_ranks(world, count_kernels, layers, invariant=invariant) for layers in (2, 6))
     assert (many - few) / 4 <= 8

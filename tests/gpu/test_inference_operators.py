@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto import ops
-from stretto.ops.invariant.kernels import choose_blocks, multiply_leaves
+from stretto.ops.gemm import Blocks
+from stretto.ops.invariant.kernels import Tile, choose_blocks, multiply_in_parts, multiply_leaves
+from stretto.ops.invariant.matmul import add_by_tree
 from tests.gpu.test_operators import poison
 from tests.ops.decoding.sequences import Batch, make_batch
 
@@ -131,6 +133,22 @@ def test_product_sum_and_norm(
 
 
 @torch.no_grad()
+def multiply_few(m: int, n: int, k: int) -> tuple[float, float]:
+    """Errors of one rank's sum and norm."""
+    x, weight, residual = draw(1, m, k), draw(2, n, k) / k**0.5, draw(3, m, n)
+    norm_weight, bias = draw(4, n), draw(5, n)
+    normed, added = ops.matmul_all_reduce_norm(x, weight, residual, norm_weight, eps=EPS, bias=bias)
+    total = residual.double() + x.double() @ weight.double().t() + bias.double()
+    return relative_error(added, total), relative_error(normed, normalize(added, norm_weight, None))
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 4096, 14336), (16, 1000, 4096)])
+def test_one_rank_streams_few_rows(run_ranks: Callable[..., list[Any]], world: int, m: int, n: int, k: int) -> None:
+    assert max(run_ranks(world, multiply_few, m, n, k)[0]) < 2**-7
+
+
+@torch.no_grad()
 def compare_ranks(n: int, k: int, dtype: torch.dtype, *, tries_all: bool) -> dict[str, bool]:
     """Whether invariant calls have the bits of one rank's product of the whole k, for many m, tiles and layouts.
 
@@ -164,16 +182,24 @@ def compare_ranks(n: int, k: int, dtype: torch.dtype, *, tries_all: bool) -> dic
     same["transposed"] = torch.equal(ops.invariant_matmul(whole, weight.t().contiguous().t()), plain)
     for leaves in (1, 8):
         right = multiply_leaves(whole, weight, None, leaves, torch.float32)
-        for m in (64, 768):
+        for m in (8, 64, 768):
             first = choose_blocks(m, n, k // leaves, dtype.itemsize, 132)
             shapes = [(first.m, width) for width in (16, 32, 64, 128)] + [(64, 256), (128, 64)]
-            for height, width in shapes if tries_all else (shapes[0], (64, 256)):
+            turned = [(height, width) for height in (16, 64) for width in (64, 128) if m <= 64]
+            for place, (height, width) in enumerate(
+                [*shapes, *turned] if tries_all else [shapes[0], (64, 256), *turned]
+            ):
+                is_turned = place >= (len(shapes) if tries_all else 2)
                 for depth in (16, 32, 64, 128) if tries_all else (16, 64):
                     if depth > first.k or (height + width) * depth * dtype.itemsize * 2 > 200_000:
                         continue
-                    blocks = first._replace(m=height, n=width, k=depth, num_stages=2)
-                    found = multiply_leaves(whole[:m], weight, None, leaves, torch.float32, blocks)
-                    same[f"{leaves} leaves, {blocks}"] = torch.equal(found, right[:m])
+                    tile = Tile(first._replace(m=height, n=width, k=depth, num_stages=2), 1, is_turned)
+                    found = multiply_leaves(whole[:m], weight, None, leaves, torch.float32, tile)
+                    same[f"{leaves} leaves, {tile}"] = torch.equal(found, right[:m])
+    few = Blocks(16, 64, 16, 1, 4, 3, 0)
+    for m, tile in ((768, None), *((8, Tile(few, parts, is_turned=True)) for parts in (2, 4, 8))):
+        sums = multiply_in_parts(whole[:m], weight, 8, tile)
+        same[f"{len(sums)} parts of {m}"] = torch.equal(add_by_tree(list(sums)), right[:m])
     return same
 
 

@@ -20,7 +20,7 @@ from tests.gpu.test_moe import no_host_waits
 from tests.ops.embedding.jagged import Kind, fill_case, look_up_case
 
 SEED = random.randrange(2**31)
-pytestmark = pytest.mark.ranks(2, 4, own=(2, 4), among=(2, 3, 4, 8))
+pytestmark = pytest.mark.ranks(4, own=(2, 4), among=(2, 3, 4, 8))
 NAMED = {
     "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
     "matmul_reduce_scatter": ("direct-reduce-scatter", "ring-reduce-scatter", "recursive-halving-reduce-scatter"),

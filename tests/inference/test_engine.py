@@ -23,7 +23,7 @@ from stretto.parallel import Grid, parallelize
 from stretto.parallel.experts import module as experts
 
 MakeRanks = Callable[[int], Ranks]
-NEW = 64
+NEW = 24  # more than a page of the cache
 LENGTHS = (1, 2, 37, 300)
 Case = tuple[str, dict[str, Any]]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def continued(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
     return model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False)[0, len(prompt) :].tolist()
 
 
-def run_case(kind: str, sizes: dict[str, int], chunks: tuple[int, ...], given: list[list[int]]) -> list[Any]:
+def run_case(new: int, kind: str, sizes: dict[str, int], chunks: tuple[int, ...], given: list[list[int]]) -> list[Any]:
     """Tokens of each chunk size, and the log-probabilities of those of requests that join one after another."""
     grid = Grid(**sizes)
     model = parallelize(make(kind), grid)
@@ -65,21 +65,21 @@ def run_case(kind: str, sizes: dict[str, int], chunks: tuple[int, ...], given: l
     found: list[Any] = []
     for chunk in chunks:
         engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=chunk)
-        found.append(engine.generate(part, NEW))
+        found.append(engine.generate(part, new))
     engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=50)
     requests: list[Request] = []
     while len(requests) < len(part) or engine.step():
         if len(requests) < len(part):
-            requests.append(engine.submit(part[len(requests)], NEW, log_probabilities=True))
+            requests.append(engine.submit(part[len(requests)], new, log_probabilities=True))
             engine.step()
             engine.step()
     grid.close()
     return [*found, [request.tokens for request in requests], [request.log_probabilities for request in requests]]
 
 
-def run_cases(cases: list[Any]) -> list[list[Any]]:
+def run_cases(cases: list[Any], new: int) -> list[list[Any]]:
     torch.set_num_threads(1)
-    return [run_case(*case) for case in cases]
+    return [run_case(new, *case) for case in cases]
 
 
 def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) -> Tensor:
@@ -88,10 +88,10 @@ def log_probabilities(model: nn.Module, prompt: list[int], tokens: list[int]) ->
     return logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def check(by_rank: list[list[list[Any]]], cases: list[Any]) -> None:
+def check(by_rank: list[list[list[Any]]], cases: list[Any], new: int) -> None:
     for number, (kind, sizes, _, given) in enumerate(cases):
         plain = make(kind)
-        expected = [continued(plain, prompt) for prompt in given]
+        expected = [continued(plain, prompt, new) for prompt in given]
         logs = [log_probabilities(plain, *each) for each in zip(given, expected, strict=True)]
         data, x = sizes.get("data", 1), sizes.get("x", 1)
         for rank, of_rank in enumerate(by_rank):
@@ -112,7 +112,7 @@ ON_TWO = [
 
 @pytest.mark.long
 def test_tokens_and_log_probabilities_are_those_of_transformers(ranks: MakeRanks) -> None:
-    check(ranks(2).run(run_cases, ON_TWO, timeout=300), ON_TWO)
+    check(ranks(2).run(run_cases, ON_TWO, NEW, timeout=300), ON_TWO, NEW)
 
 
 ON_FOUR = [("qwen3_moe", {"x": 4, "expert": 4, "expert_tensor": "fold"}, (16,), prompts(2, (3, 20, 33)))]
@@ -131,7 +131,7 @@ ALL += [
 
 @pytest.mark.long
 def test_tokens_and_log_probabilities_on_four_ranks(ranks: MakeRanks) -> None:
-    check(ranks(4).run(run_cases, ON_FOUR, timeout=300), ON_FOUR)
+    check(ranks(4).run(run_cases, ON_FOUR, NEW, timeout=300), ON_FOUR, NEW)
 
 
 @pytest.mark.exhaustive
@@ -139,7 +139,7 @@ def test_tokens_and_log_probabilities_on_four_ranks(ranks: MakeRanks) -> None:
 @pytest.mark.parametrize("case", ALL, ids=str)
 def test_tokens_and_log_probabilities_of_every_family_on_every_grid(ranks: MakeRanks, case: Any) -> None:
     count = math.prod(case[1].get(axis, 1) for axis in ("data", "x"))
-    check(ranks(count).run(run_cases, [case], timeout=1800), [case])
+    check(ranks(count).run(run_cases, [case], 64, timeout=1800), [case], 64)
 
 
 def refusal(function: Callable[[], object]) -> str:
@@ -335,11 +335,11 @@ def draw() -> list[Any]:
     plain = model.generate(torch.tensor([given[1]]), attention_mask=mask, max_new_tokens=12, do_sample=False)
     how = {"temperature": 1.0, "top_k": 12, "top_p": 0.9}
     found: list[Any] = [plain[0, 30:].tolist()]
-    found.append(Engine(model, 4, 800, chunk=9).generate(given, 20, seed=5, **how))
-    found.append([Engine(model, 1, 400).generate([each], 20, seed=5 + i, **how)[0] for i, each in enumerate(given)])
-    found.append(Engine(model, 2, 800).generate(given, 20, seed=6, **how))
+    found.append(Engine(model, 4, 800, chunk=9).generate(given, 12, seed=5, **how))
+    found.append([Engine(model, 1, 400).generate([each], 12, seed=5 + i, **how)[0] for i, each in enumerate(given)])
+    found.append(Engine(model, 2, 800).generate(given, 12, seed=6, **how))
     ends = found[1][1][7]
-    found.append(Engine(model, 2, 800).generate(given, 20, seed=5, stop=[ends], **how))
+    found.append(Engine(model, 2, 800).generate(given, 12, seed=5, stop=[ends], **how))
     return found
 
 

@@ -119,7 +119,7 @@ def test_a_patch_of_a_fiftieth_of_the_weights_takes_3_percent_of_all() -> None:
 
 def patched() -> tuple[nn.Module, bytes, bytes]:
     """A model, and two patches that follow one another."""
-    model = nn.Linear(8, 4).to(torch.bfloat16)
+    model = nn.Linear(8, 4, bias=False).to(torch.bfloat16)
     changes = WeightChanges(model)
     patches = []
     for _ in range(2):
@@ -136,7 +136,7 @@ def damaged(patch: bytes, **changes: Any) -> bytes:
 
 def test_patches_that_do_not_fit_are_refused_and_change_nothing() -> None:
     _, first, second = patched()
-    other = nn.Linear(8, 4).to(torch.bfloat16)
+    other = nn.Linear(8, 4, bias=False).to(torch.bfloat16)
     before = {name: parameter.clone() for name, parameter in other.named_parameters()}
     bad: list[tuple[list[bytes], dict[str, int], str]] = [
         ([first[:-3]], {}, "is damaged"),

@@ -17,12 +17,17 @@ from typer.testing import CliRunner
 
 from lab.commands import app
 from lab.processes import Processes
-from lab.two_level import namespaces
+from lab.two_level import between_nodes, namespaces
 from lab.two_level import run as two_level
+from lab.two_level.between_nodes import KINDS, BetweenNodesSetting, make_topology, measure_kinds
+from lab.two_level.between_nodes_rank import SCHEDULES
 from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
 from lab.two_level.rank import DelayedTransport
 from lab.two_level.run import BENCH, TwoLevelSetting
+from stretto.collectives import verify
 from stretto.collectives.two_level import GroupTransport, Message, predict
+from stretto.simulator.schedules import ExecutorCosts, ProtocolCosts
+from stretto.simulator.schedules.simulate import simulate_schedule
 
 NETWORK = Network(nodes=2, leaf_nodes=1, node_bandwidth=1e6, loopback_bandwidth=2e6, trunk_bandwidth=1e6)
 OVERHEADS = {"inside": 1e-3, "between": 2e-3}
@@ -185,3 +190,51 @@ def test_tables_have_the_prediction_the_measurement_and_both_crossovers(monkeypa
     assert 1.05 < crossing["ratio"] < 1.5
     assert "| all_gather | recursive, ring |" in (tmp_path / "two-level.md").read_text()
     assert (tmp_path / "two-level.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages", "at_least"), [("all-to-next", (2, 8), 3.4), ("all-to-all", (96, 24), 0.99)]
+)
+def test_schedules_between_nodes_send_as_many_messages_as_the_papers_say_and_are_as_fast_as_links_allow(
+    kind, messages, at_least
+):
+    costs, seconds = ExecutorCosts(1e-3, {"Simple": ProtocolCosts(0.0, 1.0)}, tile_bytes=64 << 10), []
+    for schedule, count in zip(SCHEDULES[kind](), messages, strict=True):
+        assert not verify(schedule).errors
+        crossing = [
+            step
+            for rank, program in enumerate(schedule.ranks)
+            for block in program.thread_blocks
+            for step in block.steps
+            if step.type.sends and block.send_peer // 4 != rank // 4
+        ]
+        assert len(crossing) == count
+        seconds.append(simulate_schedule(schedule, 8e6, make_topology(12.5e6), costs, ranks_per_node=4).seconds)
+    assert seconds[0] / seconds[1] > at_least
+
+
+def test_rows_between_namespaces_say_what_was_asked_and_predicted(monkeypatch):
+    """Of ranks that take as long as their links do."""
+
+    def run(setting, network, ranks_per_node, **given):
+        match setting.only[0]:
+            case "puts":
+                return [(8, size * 8 / setting.link) for size in between_nodes.PUT_SIZES]
+            case "all-reduce":
+                return {"seconds": [1.0, 0.8, 0.6, 0.5], "overhead": 1e-3}
+            case "training":
+                return {"z": {"alone": 0.1, "flat": 1.0, "auto": 0.5}}
+        return {one.name: {"seconds": 1.0, "overhead": 1e-3, "messages": 4} for one in SCHEDULES[setting.only[0]]()}
+
+    monkeypatch.setattr(between_nodes, "require_namespaces", lambda: None)
+    monkeypatch.setattr(between_nodes, "_run", run)
+    rows = list(measure_kinds(BetweenNodesSetting()))
+    assert {row.kind for row in rows} == set(KINDS)
+    assert [row.ratio for row in rows if row.kind == "puts"] == pytest.approx([1.0] * 3)
+    assert [row.ratio for row in rows if row.kind == "all-reduce"] == pytest.approx([1.25, 1 / 0.6, 2.0])
+    assert [row.asked for row in rows if row.what == "all-to-next"] == [3.0]
+    flat, auto, *_, without, other = (row.predicted_ms for row in rows if row.kind == "training")
+    assert flat > auto > 800  # the fewest bytes over a link take so long: 6.4 MB to and fro
+    assert without is other is None  # `plan` knows no trunk
+    with pytest.raises(ValueError, match="there is no kind 'put': puts, all-reduce, "):
+        BetweenNodesSetting(only=("put",))

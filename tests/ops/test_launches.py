@@ -27,13 +27,14 @@ SEED = random.randrange(2**31)
 
 @pytest.mark.usefixtures("forks_torch_processes")
 @pytest.mark.parametrize(
-    "calls", [pytest.param(1, marks=pytest.mark.long), pytest.param(40, marks=pytest.mark.exhaustive)]
+    ("calls", "seed"),  # in CI the same kernels each time, which Triton's cache keeps
+    [pytest.param(1, 0, marks=pytest.mark.long), pytest.param(40, SEED, marks=pytest.mark.exhaustive)],
 )
-def test_known_launches_are_those_that_triton_would_make(calls: int) -> None:
+def test_known_launches_are_those_that_triton_would_make(calls: int, seed: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.ops.recorded", str(SEED), str(calls)]
+    command = [sys.executable, "-m", "tests.ops.recorded", str(seed), str(calls)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert ended.returncode == 0, (SEED, ended.stdout, ended.stderr[-3000:])
+    assert ended.returncode == 0, (seed, ended.stdout, ended.stderr[-3000:])
 
 
 class Kernel:

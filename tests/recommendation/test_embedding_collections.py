@@ -4,6 +4,7 @@
 import importlib
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,10 @@ BROKEN: list[tuple[Callable[[], object], str]] = [
     (lambda: EmbeddingBagCollection([config("items")]), "no table can be named 'items'"),
     (lambda: EmbeddingBagCollection([]), "has no tables"),
     (lambda: EmbeddingBagConfig(0, 4, "t"), "table 't' is 0 x 4"),
+    (
+        lambda: EmbeddingBagCollection([config(pooling=SimpleNamespace(value="MAX"))]),
+        "table 't1' has pooling MAX, but must have SUM or MEAN",
+    ),
     (lambda: EmbeddingCollection([config(), config("t2", 3)]), "'t2' has dim 3 and 't1' 4"),
     (lambda: EmbeddingBagCollection([config()])(keyed({"t2": [[1]]})), "has no feature 't1': it has t2"),
     (

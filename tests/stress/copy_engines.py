@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from stretto.ops.embedding.move_rows import look_up_rows
 from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter
@@ -19,8 +20,10 @@ from stretto.stress.team import Team
 
 FAMILY = "pushed weights"
 ENTRIES = 6
+_TABLE = 2  # of the weights
 _BEGIN = "tiles.calls.begin_call"
 _WAIT = "tiles.signals.wait_for_all"
+_LOOK_UP = "ops.embedding.move_rows.copy_rows_of_ranks"
 _SCATTER = ("parallel.comm.copy_engine_scatter.begin_scatter", "parallel.comm.copy_engine_scatter.sum_parts")
 
 
@@ -47,7 +50,9 @@ class CopyEngineGatherCase(StressCase):
             parameter.parameter_layout = ParameterLayout((count, columns), (Split(0, "z"),))
             self._shards.append(shard)
             self._parameters.append(parameter)
-            self._gather.register(number, WeightToGather(parameter, count, dtype))
+            # The last one is a table, whose rows are looked up where they are.
+            self._gather.register(number, WeightToGather(parameter, count, dtype, is_table=number == _TABLE))
+        self._ids = torch.arange(self._rows[_TABLE], device=team.device).flip(0)
         self._wholes = [[self._draw(entry, number) for number in range(len(self._rows))] for entry in range(ENTRIES)]
         self._dtype = dtype or torch.float32
 
@@ -68,16 +73,24 @@ class CopyEngineGatherCase(StressCase):
             self._gather.begin()
         checks = []
         for number, parameter in enumerate(self._parameters):
-            found = self._gather.take(number, version_of(parameter), in_backward=False)
-            assert found is not None, "a weight of this pass was not pushed"
-            checks.append(Check(found.clone(), wholes[number].to(self._dtype)))
+            version, whole = version_of(parameter), wholes[number].to(self._dtype)
+            if number == _TABLE:
+                parts = self._gather.find_parts(number, version)
+                assert parts is not None, "a table of this pass is not there"
+                found = look_up_rows(self._ids, parts.addresses, 0, len(whole), parts.own)
+                checks.append(Check(found, whole[self._ids]))
+                continue
+            taken = self._gather.take(number, version, in_backward=False)
+            assert taken is not None, "a weight of this pass was not pushed"
+            checks.append(Check(taken.clone(), whole))
         self._gather.end()
         return checks
 
     def poison(self) -> None:
-        """Fill the workspaces with poison."""
+        """Fill the workspaces with poison, but for the table's rows, which others may still read."""
         for place in self._gather._places.values():
-            place.whole.fill_(float("nan"))
+            if place.addresses is None:
+                place.whole.fill_(float("nan"))
 
     def check(self) -> None:
         """Raise the error that the device has reported."""
@@ -139,11 +152,11 @@ def list_configurations() -> list[Configuration]:
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         Configuration(
-            "pushed/gather", FAMILY, (_BEGIN, _WAIT), "weights of one pass, in their own dtype",
+            "pushed/gather", FAMILY, (_BEGIN, _WAIT, _LOOK_UP), "weights of one pass, in their own dtype",
             partial(CopyEngineGatherCase, dtype=None),
         ),
         Configuration(
-            "pushed/gather-bf16", FAMILY, (_BEGIN, _WAIT), "weights that are cast to bf16",
+            "pushed/gather-bf16", FAMILY, (_BEGIN, _WAIT, _LOOK_UP), "weights that are cast to bf16",
             partial(CopyEngineGatherCase, dtype=bf16),
         ),
         Configuration(

@@ -27,7 +27,7 @@ _SUMS = "ops.row_sums.kernel.sum_and_normalize"
 _EXPERTS = "ops.invariant.grouped.sum_expert_leaves"
 _ROTATION = "ops.decoding.rotary_cache.rotate_and_store_heads"
 _NORM = "ops.row_sums.norm.add_and_normalize"
-_PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "merge_splits", "attend_chunks"))
+_PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "attend_chunks"))
 
 
 class SumCase(WorkspaceCase):
@@ -180,7 +180,7 @@ class NewTokensCase(StressCase):
 
     entries = ENTRIES
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, *, is_invariant: bool) -> None:
         heads, kv_heads, size = (32, 8, 128) if team.is_cuda else (2, 1, 20)
         lengths = [700, 1, 64, 300, 2048, 17, 513, 256, 255] if team.is_cuda else [70, 9]
         self._arrivals = torch.zeros(len(lengths) * kv_heads, dtype=torch.int32, device=team.device)
@@ -200,7 +200,7 @@ class NewTokensCase(StressCase):
             with torch.no_grad():
                 turned = rotate_and_store(q, *given, *caches, places)
                 right = ops.paged_attention(turned, *caches, table, seen, implementation="kernel")
-            call = PagedCall(q, *caches, table, seen, None, size**-0.5, 0, is_invariant=False)
+            call = PagedCall(q, *caches, table, seen, None, size**-0.5, 0, is_invariant)
             self._calls.append((call, *given, self._arrivals))
             self._places.append(places)
             self._expected.append(attend_new_tokens(*self._calls[-1]))
@@ -282,8 +282,12 @@ def list_configurations() -> list[Configuration]:
         )
         for leaves in (1, 8)
     ]  # fmt: skip
-    paged.append(
-        Configuration("inference/new-tokens", "inference", _PAGED[:1], "a decoding step's attention", NewTokensCase)
-    )
+    paged += [
+        Configuration(
+            f"inference/new-tokens{'-invariant' * is_invariant}", "inference", _PAGED[:1],
+            "a decoding step's attention", partial(NewTokensCase, is_invariant=is_invariant),
+        )
+        for is_invariant in (False, True)
+    ]  # fmt: skip
     paged.append(Configuration("inference/rotation", "inference", (_ROTATION,), "rotation and cache", RotationCase))
     return [*sums, *paged, Configuration("inference/norm", "inference", (_NORM,), "an exact norm", NormCase)]

@@ -8,8 +8,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import triton
 import triton.language as tl
 
+from stretto import tiles
 from stretto.memory import PeerError
 from stretto.tiles.compile_only import compile_kernel
 from stretto.tiles.put_channel import PutChannel
@@ -100,3 +102,18 @@ def test_a_descriptor_follows_the_barrier_and_its_first_word_is_a_release():
         assert events[at - 3 : at] == ["st.global.b64"] * 3
         assert events[at - 4] == "bar.sync"
     assert "st.global.v4.b32" in events  # slots are written in whole words
+
+
+@triton.jit
+def put_to(puts, peer):
+    zero = tiles.await_credit(puts, 0, peer)
+    tl.store(tiles.outgoing_slice(puts, 0, peer) + zero, 1)
+    tiles.put_slice(puts, 0, 1, peer, 0)
+    zero = tiles.wait_slice(puts, peer, 0)
+    tl.store(tiles.outgoing_slice(puts, 0, peer) + zero, tl.load(tiles.arrived_slice(puts, 0, peer) + zero))
+    tiles.release_slice(puts, 0, peer, 0)
+
+
+def test_a_rank_of_1_which_triton_makes_a_constant_is_a_number_as_others():
+    _, (puts, *_), options = launch_gather()
+    assert compile_kernel(put_to, (puts._replace(rank=1), 1), options, "sm_90")["ptx"]

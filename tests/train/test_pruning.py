@@ -104,9 +104,9 @@ def test_convolutions_are_pruned_as_linears_are(ranks: Any, sizes: dict[str, int
         assert all(left == pytest.approx(0.25, abs=0.01) for left in found["left"].values())
 
 
-def draw(sizes: dict[str, int], scope: str) -> dict[str, torch.Tensor]:
+def draw(sizes: dict[str, int], scope: str, **shape: int) -> dict[str, torch.Tensor]:
     """Whole masks of a GPT with tied and equal numbers, at sparsity 0.7."""
-    model = _make_model(sizes)
+    model = _make_model(sizes, **shape)
     masks = prune(model, 0.7, scope=scope, exclude=["blocks.1.mlp.*"])  # type: ignore[arg-type]
     assert masks is not None
     found = {}
@@ -119,9 +119,9 @@ def draw(sizes: dict[str, int], scope: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _make_model(sizes: dict[str, int]) -> nn.Module:
+def _make_model(sizes: dict[str, int], **shape: int) -> nn.Module:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**SHAPE))
+    model = GPT(GPTConfig(**SHAPE, **shape))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(50).round_().div_(50)  # many equal magnitudes
@@ -139,6 +139,13 @@ def test_masks_are_the_same_on_every_grid(ranks: Any, scope: str) -> None:
     left, size = sum(float(mask.sum()) for mask in alone.values()), sum(mask.numel() for mask in alone.values())
     assert abs(left - 0.3 * size) <= (0.5 if scope == "global" else len(alone))
     for others in ranks(4).run(draw, {"x": 2, "z": 2}, scope):
+        assert all(torch.equal(others[name], alone[name]) for name in alone)
+
+
+def test_experts_that_fewer_ranks_hold_count_as_often_in_global_masks(ranks: Any) -> None:
+    (alone,) = ranks(1).run(draw, {}, "global", num_experts=4)
+    assert any("experts" in name for name in alone)
+    for others in ranks(4).run(draw, {"data": 4, "expert": 2}, "global", num_experts=4):
         assert all(torch.equal(others[name], alone[name]) for name in alone)
 
 

@@ -97,8 +97,8 @@ def install(name: str, python: str, folder: Path) -> str | None:
     constraints = folder / "constraints.txt"
     constraints.write_text("\n".join([*pins, *others]) + "\n")
     # As a variable, the constraints replace those of the machine's own configuration, which may exclude these versions.
-    run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages,
-         *TOOLS], PIP_CONSTRAINT=str(constraints))  # fmt: skip
+    run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-compile",
+         "--disable-pip-version-check", *packages, *TOOLS], PIP_CONSTRAINT=str(constraints))  # fmt: skip
     stamp.write_text(hashlib.sha256(wanted.encode()).hexdigest())
     return None
 

@@ -317,6 +317,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     **{f"ops.rotary.{name}": lambda name=name: launch_rotation(name) for name in ("join_heads", "split_heads")},
     "ops.moe.grouped.kernels.multiply_groups_in_order": lambda: Launch(*test_tile_order.launch_in_order("product")),
     "ops.rotary.turn_heads": launch_turn,
+    "ops.embedding.move_rows.copy_rows_of_ranks": lambda: Launch(
+        move_rows.copy_rows_of_ranks, (LONGS, LONGS, FLOATS.bfloat16(), 0, 4096, 1024, 4096, 1024), {"num_warps": 4}
+    ),
     **{name: lambda launch=launch: Launch(*launch()) for name, launch in decoding.LAUNCHES.items()},
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,

@@ -5,9 +5,8 @@ Peers, on one GPU: transformers' `generate` with a static cache, compiled; its c
 gpt-fast's recipe (`stretto.bench.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
 
 --invariant: an engine with invariant=True runs in turn with the plain one. Predicted cost for Llama-3-8B's shape on one
-H200, before it was measured: decoding 1 and 8, 8% (products stream weights as fast; a launch a layer more for norms);
-decoding 64 with 1,024 tokens each, 12% (attention, a third of the time, takes 32% more); a prompt of 2048, 15% (tiles
-of 128 x 128 with waiting sums in place of 128 x 256).
+H200, from times of its kernels: decoding 1 and 8, 1 to 4%; decoding 64 with 1,024 tokens each, 10% (attention, a third
+of the time, takes 32% more); a prompt of 2048, 13% (products at 640 to 720 TFLOP/s in place of 780).
 """
 
 import time
@@ -29,6 +28,7 @@ from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine
 from stretto.parallel import Grid, parallelize
+from stretto.parallel.capture import WARM_UP
 from stretto.planner.inference import PassSeconds, plan_inference
 
 COLUMNS = (
@@ -60,14 +60,14 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     rows: list[dict[str, Any]] = []
     peers = {"generate", "batch", "gpt-fast"}.difference(setting.skip) if ranks == 1 else set()
     plain = _make(setting, grid.device) if peers else None
-    longest, most = max(setting.context + setting.new_tokens, *setting.prompts), max(setting.batches)
-    tokens = max(most * (setting.context + setting.new_tokens + 32), longest + 32)
+    most = max(setting.batches)
+    tokens = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), *setting.prompts) + 32
     engines = {
         name: Engine(
             parallelize(_make(setting, grid.device), grid, invariant=name == "invariant"),
             most,
             tokens,
-            chunk=max(2048, *setting.prompts),
+            chunk=_chunk(setting),
         )
         for name in ("stretto", *(["invariant"] if setting.invariant else []))
     }
@@ -102,7 +102,8 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
             prefills = {"generate": _prefill_by_generate, "gpt-fast": _prefill_by_gpt_fast}
             runs |= {name: partial(prefills[name], plain, length) for name in prefills if name in peers}
         predicted = _predict(setting, ranks, length, 1)
-        record(f"prefill {length}", None if predicted is None else predicted[0], _time(runs, setting.rounds), length)
+        seconds = _time(runs, max(setting.rounds, WARM_UP + 1))  # replays count
+        record(f"prefill {length}", None if predicted is None else predicted[0], seconds, length)
     for engine in engines.values():
         engine.close()
     return rows
@@ -146,19 +147,33 @@ def _time(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str, Any]:
     )
 
 
+def _chunk(setting: InferenceSetting) -> int:
+    """Tokens of an engine's step."""
+    return max(2048, *setting.prompts)
+
+
+def _new_tokens(setting: InferenceSetting, batch: int) -> list[int]:
+    """The tokens of each request of a batch: none ends before all have decoded `new_tokens` steps together.
+
+    Steps of fewer requests would run other graphs, which are not captured yet.
+    """
+    chunk = _chunk(setting)
+    joining = 2 + -(-batch * setting.context // max(chunk // 2, chunk - batch))  # steps until the last one decodes
+    return [setting.new_tokens + 2 + joining - number * setting.context // chunk for number in range(batch)]
+
+
 def _decode(engine: Engine, setting: InferenceSetting, batch: int) -> float:
     """Seconds of a step that decodes the batch, while the cache grows from the context on."""
-    steps = setting.new_tokens
     generator = torch.Generator().manual_seed(batch)
     prompts = torch.randint(engine.vocab, (batch, setting.context), generator=generator).tolist()
-    requests = [engine.submit(prompt, steps + 1, stop=()) for prompt in prompts]
+    lengths = _new_tokens(setting, batch)
+    requests = [engine.submit(prompt, length, stop=()) for prompt, length in zip(prompts, lengths, strict=True)]
     while not all(request.tokens for request in requests):
         engine.step()
-    before = min(len(request.tokens) for request in requests)
     begun = _now()
-    while any(len(request.tokens) < steps for request in requests):
+    for _ in range(setting.new_tokens):
         engine.step()
-    seconds = (_now() - begun) / (steps - before)
+    seconds = (_now() - begun) / setting.new_tokens
     while engine.step():
         pass
     return seconds

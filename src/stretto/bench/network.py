@@ -36,7 +36,7 @@ COLUMNS = (
     Column("python", "puts, proxy in Python", "{:.3g}"),
     Column("ratio", "puts / sockets", "{:.2f}"),
 )
-_IN_FLIGHT = 4
+IN_FLIGHT = 4
 _ROUND_TRIPS = 500
 _ROUNDS = 3
 _TIMEOUT = 60.0
@@ -56,17 +56,17 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
     peer = 1 - dist.get_rank()
     connection = _connect(peer)
     rows = []
-    slots: dict[str, _Slots] = {}
+    slots: dict[str, PutStream] = {}
     idle: dict[str, float] = {}
     for name in setting.proxies:
         os.environ[PROXY_VARIABLE] = name
         group = dist.new_group()  # whose endpoint has this proxy
-        memory = allocate(2 * _IN_FLIGHT * setting.largest, group, signals=3, timeout=_TIMEOUT)
+        memory = allocate(2 * IN_FLIGHT * setting.largest, group, signals=3, timeout=_TIMEOUT)
         assert isinstance(memory, HostMemory)
-        slots[name] = _Slots(memory, peer)
+        slots[name] = PutStream(memory, peer)
         idle[name] = _measure_idle(memory, setting.idle_seconds)
     for size in setting.sizes:
-        count = max(setting.megabytes * 1_000_000 // size, 2 * _IN_FLIGHT)
+        count = max(setting.megabytes * 1_000_000 // size, 2 * IN_FLIGHT)
         runs: dict[str, Callable[[], float]] = {"sockets": partial(_send_all, connection, size, count)}
         for name in slots:
             runs[name] = partial(slots[name].put_all, size, count)
@@ -137,7 +137,7 @@ def _send_all(connection: socket.socket, size: int, count: int) -> float:
 
 
 @dataclass
-class _Slots:
+class PutStream:
     """This rank's end of puts to its peer, and how many slices have come and been given back in all runs so far."""
 
     memory: HostMemory
@@ -152,9 +152,9 @@ class _Slots:
         sent, taken = self.sent + count, self.taken + count
         started = time.perf_counter()
         while self.sent < sent or self.taken < taken:
-            if self.sent < sent and memory.has_reached(peer, 1, self.sent + 1 - _IN_FLIGHT):
-                slot = self.sent % _IN_FLIGHT * size
-                memory.put(peer, slot, _IN_FLIGHT * size + slot, size, 0)
+            if self.sent < sent and memory.has_reached(peer, 1, self.sent + 1 - IN_FLIGHT):
+                slot = self.sent % IN_FLIGHT * size
+                memory.put(peer, slot, IN_FLIGHT * size + slot, size, 0)
                 self.sent += 1
             elif self.taken < taken and memory.has_reached(peer, 0, self.taken + 1):
                 self.taken += 1

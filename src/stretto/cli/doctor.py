@@ -186,12 +186,15 @@ def _gpus() -> Iterator[Finding]:
             "ranks are processes over gloo, schedules run on the host, kernels are interpreted (TRITON_INTERPRET=1)",
         )
         return
+    from stretto.memory.network.interfaces import find_gin_obstacle
+
     for index in range(count):
         about = torch.cuda.get_device_properties(index)
         yield Finding(
             f"GPU {index}", "ok", f"{about.name}, sm_{about.major}{about.minor}, {about.total_memory / 2**30:.0f} GiB"
         )
     yield Finding("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    yield Finding("puts by NCCL", "missing", find_gin_obstacle(), "puts between nodes go over sockets, by the proxy")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
     apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if apart:

@@ -39,9 +39,9 @@ class Engine:
     takes it over: it can neither train nor be called any longer. max_batch: requests at a time. cache_tokens: of all of
     them together, whose keys and values are allocated now. chunk: tokens of a step; longer prompts take several steps,
     while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
-    size of a batch that only decodes. invariant: True refuses a model that `parallelize(..., invariant=True)` has not
-    made so, whose log-probabilities have the same bits in every batch, with every chunk and on every grid (None: as the
-    model is).
+    size of a batch that only decodes, and for a whole chunk of a single prompt. invariant: True refuses a model that
+    `parallelize(..., invariant=True)` has not made so, whose log-probabilities have the same bits in every batch, with
+    every chunk and on every grid (None: as the model is).
 
     Ranks of x compute parts of the same requests and must make the same calls; ranks of data have requests of their
     own. Where experts are divided over data, these step together, and so must call `step`, or `generate`, equally
@@ -105,15 +105,19 @@ class Engine:
             head.gathers_logits = False
             x = grid.communicator("x")
             part = VocabularyPart(head.first_row, -(-head.vocab // x.size()), x)
-        slots = {"slots": max_batch, "longest": self._longest, "page": page}
-        self._runner = StepRunner(model, part, grid.device, **slots, is_invariant=self.is_invariant)
+        slots: dict[str, Any] = {"slots": max_batch, "longest": self._longest, "page": page, "chunk": chunk}
+        # An invariant engine's bits are a trainer's, whose SiLU is rounded before its product with what it gates unless
+        # it is fused, and so are products with cosines, which are fused on GPUs alone.
+        fuses = not self.is_invariant or state.options.fused == "auto"
+        turns = fuses and (not self.is_invariant or grid.device.type == "cuda")
+        self._runner = StepRunner(
+            model, part, grid.device, **slots, is_invariant=self.is_invariant, fuses_rotation=turns
+        )
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = _Lockstep(self)
-        # Not fused, a trainer's SiLU is rounded before its product with what it gates.
-        fuses_gates = not self.is_invariant or state.options.fused == "auto"
-        fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses_gates)
+        fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses)
         probes = self._runner.probe(len(attentions_of(model)), fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a step on the device: tokens in, the next tokens out. On a GPU, a step that only decodes replays a CUDA graph.
+"""Runs a step on the device: tokens in, the next tokens out.
+
+On a GPU, a step that only decodes replays a CUDA graph, and so does one with a whole chunk of a prompt and nothing
+else, whose kernels take the host longer to launch than to run.
 
 The host never waits for a token before it launches the next step: a token that was drawn stays on the device (`feed`),
 where the next step reads it, and is copied to the host meanwhile.
@@ -8,6 +11,7 @@ where the next step reads it, and is copied to the host meanwhile.
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +106,10 @@ def describe(parts: Sequence[StepPart], rows: int, scratch: int) -> HostStep:
 
 
 class StepRunner:
-    """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each."""
+    """A model, its cache and its graphs. slots: requests at a time, of at most `longest` tokens each.
+
+    fuses_rotation: whether heads may be rotated by a kernel in fp32, rounded once.
+    """
 
     def __init__(
         self,
@@ -113,10 +120,13 @@ class StepRunner:
         slots: int,
         longest: int,
         page: int,
+        chunk: int,
         is_invariant: bool = False,
+        fuses_rotation: bool = True,
     ) -> None:
         self.model, self.part, self.device = model, part, device
-        self.slots, self.page, self._is_invariant = slots, page, is_invariant
+        self.slots, self.page, self._chunk, self._is_invariant = slots, page, chunk, is_invariant
+        self._fuses_rotation = fuses_rotation
         self.is_captured = False
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step = CurrentStep()
@@ -124,8 +134,9 @@ class StepRunner:
         width = -(-longest // page)
         self._feed = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._table = torch.full((slots + 1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
-        self._graphs: dict[int, CapturedStep] = {}
-        self._static_logits: dict[int, Tensor] = {}
+        # By tokens and rows.
+        self._graphs: dict[tuple[int, int], CapturedStep] = {}
+        self._static_logits: dict[tuple[int, int], Tensor] = {}
         self.layers: list[LayerCache] = []
         self._rotates: list[bool] = []
 
@@ -136,8 +147,7 @@ class StepRunner:
         attend_to_pages(self.model, probes)
         attentions = attentions_of(self.model)
         own = [module.forward for module in attentions]
-        # An invariant engine's bits are those of a trainer's rotation.
-        if not self._is_invariant:
+        if self._fuses_rotation:
             for module, probe in zip(attentions, probes, strict=True):
                 defer_rotation(module, probe.rotate)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
@@ -177,11 +187,13 @@ class StepRunner:
             )
         numbers = self._upload(step.numbers, torch.int64)
         rows, tokens = len(step.counts), len(step.ids)
-        if step.is_decoding and self.is_captured and may_replay:
-            if rows not in self._graphs:
-                self._graphs[rows] = CapturedStep(lambda numbers: (self._compute_static(numbers, rows),))
-            (drawn,) = self._graphs[rows](numbers)
-            logits = self._static_logits[rows]
+        is_whole = rows == 1 and 1 < tokens == self._chunk
+        if (step.is_decoding or is_whole) and self.is_captured and may_replay:
+            size = tokens, rows
+            if size not in self._graphs:
+                self._graphs[size] = CapturedStep(partial(self._compute_static, tokens, rows))
+            (drawn,) = self._graphs[size](numbers)
+            logits = self._static_logits[size]
         else:
             drawn, logits = self._compute(numbers, tokens, rows)
         if step.random:
@@ -205,10 +217,10 @@ class StepRunner:
         self._graphs.clear()
         self._static_logits.clear()
 
-    def _compute_static(self, numbers: Tensor, rows: int) -> Tensor:
+    def _compute_static(self, tokens: int, rows: int, numbers: Tensor) -> tuple[Tensor]:
         """Compute the best tokens, as a graph captures it. Its logits stay where they are, for draws after a replay."""
-        drawn, self._static_logits[rows] = self._compute(numbers, rows, rows)
-        return drawn
+        drawn, self._static_logits[tokens, rows] = self._compute(numbers, tokens, rows)
+        return (drawn,)
 
     def _compute(self, numbers: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
         """The best tokens [rows], which the next step is fed, and the logits [rows, vocabulary here]."""
@@ -228,7 +240,6 @@ class StepRunner:
         finally:
             self._step.tokens = None
         logits = output.logits[0] if self._keeps else output.logits[0, last]
-        logits = logits.float()
         drawn = best_tokens(logits, self.part)
         self._feed.index_copy_(0, slots, drawn)
         return drawn, logits

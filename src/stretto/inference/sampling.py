@@ -6,6 +6,7 @@ numbers are a hash of the request's seed, the token's place in it and the token'
 tokens depend neither on the other rows of its batch nor on how the vocabulary is divided.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -51,10 +52,11 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     [rows]."""
     if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
         scores = scores.new_full((len(scores), 1), -torch.inf)
-    best = scores.amax(1)
-    numbers = torch.arange(scores.shape[1], device=scores.device)
-    ids = torch.where(scores == best.unsqueeze(1), numbers, scores.shape[1]).amin(1)
-    ids = ids.clamp(max=scores.shape[1] - 1)  # of NaN there is no best
+    # Rows in pieces, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.
+    pieces = math.gcd(scores.shape[1], 64)
+    best, ids = scores.unflatten(1, (pieces, -1)).max(2)
+    best, piece = best.max(1)
+    ids = ids.gather(1, piece.unsqueeze(1)).squeeze(1) + piece * (scores.shape[1] // pieces)
     if (ranks := part.group.size()) == 1:
         return ids + part.first
     pairs = torch.stack((best.double(), (ids + part.first).double()), 1).unsqueeze(0)

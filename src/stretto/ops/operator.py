@@ -481,11 +481,11 @@ class _Cache:
 _caches: dict[str, _Cache] = {}
 
 
-def _drop_caches(_: object) -> None:
+def _drop_caches(_: object, caches: dict[str, _Cache] = _caches) -> None:  # at exit modules have lost their names
     """Free the workspaces of groups that no longer exist, abandoned ones too."""
-    for name, cache in list(_caches.items()):
+    for name, cache in list(caches.items()):
         if cache.group() is None:
-            _caches.pop(name, None)
+            caches.pop(name, None)
 
 
 def find_group(name: str) -> dist.ProcessGroup:

@@ -183,8 +183,8 @@ def turn_heads(  # type: ignore[no-untyped-def]
         turned = first * c.to(dtype) + second * other_s.to(dtype)
         other = second * other_c.to(dtype) - first * s.to(dtype)
     else:
-        turned = first * c.to(dtype) - second * s.to(dtype)
-        other = second * other_c.to(dtype) + first * other_s.to(dtype)
+        turned = tl.fma(first, c.to(dtype), -(second * s.to(dtype)))  # as the kernels of decoding
+        other = tl.fma(second, other_c.to(dtype), first * other_s.to(dtype))
     turned, other = turned.to(queries.dtype.element_ty), other.to(queries.dtype.element_ty)
     tl.store(new_queries + at_query, turned, mask=is_query)
     tl.store(new_queries + at_query + HALF, other, mask=is_query)

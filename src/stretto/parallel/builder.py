@@ -293,7 +293,8 @@ class Builder:
         if role.role == "positions":
             weight = self.parameter(module.weight, source.weight, sharding)  # type: ignore[arg-type]
             return ParallelPositions(weight, self.precision, module.padding_idx, self.gradient_reducer, tokens)
-        weight, shard = self._weight(module, source, sharding, sharding.splits[0], may_keep=False, ring=None)
+        how = {"may_keep": False, "ring": None, "is_table": True}
+        weight, shard = self._weight(module, source, sharding, sharding.splits[0], **how)  # type: ignore[arg-type]
         first, scale = self._first(module.num_embeddings), self.plan.scales[name]
         return ParallelEmbedding(weight, first, shard, self.grid.communicator("x"), module.padding_idx, tokens, scale)
 
@@ -395,12 +396,13 @@ class Builder:
         may_keep: bool,
         ring: "ScatterRing | None",
         scaling: "Callable[..., WeightScaling] | None" = None,
+        is_table: bool = False,
     ) -> tuple[nn.Parameter, WeightShard]:
         """The sharded weight, and how it is gathered over z: `rows` is the split of dim 0 that z splits further,
         if there is one.
 
-        may_keep: as in `WeightShard.watch`. ring: reduce-scatters its gradient by copy engines, if it is not None.
-        scaling: makes the scaling of one in fp8.
+        may_keep, is_table: as in `WeightShard.watch`. ring: reduce-scatters its gradient by copy engines, if it is not
+        None. scaling: makes the scaling of one in fp8.
         """
         grid, original = self.grid, module.weight
         assert isinstance(original, nn.Parameter)
@@ -412,7 +414,7 @@ class Builder:
         parts = self.precision, self.gatherer, self.gradient_reducer, ring
         found = None if scaling is None else scaling(weight, before_z, over_z)
         shard = WeightShard(before_z, local_rows, over_z, *parts, scaling=found)
-        shard.watch(weight, may_keep=may_keep)
+        shard.watch(weight, may_keep=may_keep, is_table=is_table)
         return weight, shard
 
     def parameter(self, original: nn.Parameter, whole: Tensor, sharding: ParameterSharding) -> nn.Parameter:

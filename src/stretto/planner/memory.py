@@ -163,7 +163,7 @@ def step_memory(
     table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gathered_in_backward = (
-        (all_weights if keeps_gathered_weights else block_weights * blocks.blocks)
+        (all_weights + table / grid.z if keeps_gathered_weights else block_weights * blocks.blocks)
         if config.options.keeps_weights
         else gathered_at_once
     )

@@ -70,7 +70,7 @@ def outgoing_slice(puts, slot, peer):  # type: ignore[no-untyped-def]
 def arrived_slice(puts, slot, peer):  # type: ignore[no-untyped-def]
     """Return a pointer (uint8) to the slot into which `peer` has put a slice. Add the zero of `wait_slice` to loads."""
     tl.device_assert((slot >= 0) & (slot < puts.slots), "there is no such slot")
-    return puts.buffer + ((peer * puts.slots + slot).to(tl.int64) * puts.slot_bytes)
+    return puts.buffer + tl.cast(peer * puts.slots + slot, tl.int64) * puts.slot_bytes
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def put_slice(puts, slot, size, peer, signal):  # type: ignore[no-untyped-def]
     tl.debug_barrier()
     tl.atomic_add(puts.used + peer * puts.slots + slot, 1, sem="relaxed", scope="gpu")
     source = _outgoing(puts, slot, peer)
-    there = (puts.rank * puts.slots + slot).to(tl.int64) * puts.slot_bytes
+    there = tl.cast(puts.rank * puts.slots + slot, tl.int64) * puts.slot_bytes
     _post(puts, peer, signal, source, there, size)
 
 
@@ -131,7 +131,7 @@ def _outgoing(puts, slot, peer):  # type: ignore[no-untyped-def]
     """Return a slot's offset in the buffer."""
     tl.device_assert((peer >= 0) & (peer < puts.world), "there is no such rank to put to")
     tl.device_assert((slot >= 0) & (slot < puts.slots), "there is no such slot")
-    return ((puts.world + peer) * puts.slots + slot).to(tl.int64) * puts.slot_bytes
+    return tl.cast((puts.world + peer) * puts.slots + slot, tl.int64) * puts.slot_bytes
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _post(puts, peer, signal, source, there, size):  # type: ignore[no-untyped-d
     lap = ticket // puts.capacity
     phase = ((lap & 1) ^ 1) << 63
     words = puts.fifo + (ticket % puts.capacity) * _WORDS
-    head = (peer.to(tl.int64) << _PEER_SHIFT) | (tl.cast(signal, tl.int64) << _SIGNAL_SHIFT) | puts.operator
+    head = (tl.cast(peer, tl.int64) << _PEER_SHIFT) | (tl.cast(signal, tl.int64) << _SIGNAL_SHIFT) | puts.operator
     region = tl.cast(puts.region, tl.int64) << _OFFSET_BITS
     publishes = may_publish(puts)
     tl.store(words + 3, tl.cast(size, tl.int64) | phase, mask=publishes)

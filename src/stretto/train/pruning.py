@@ -22,7 +22,7 @@ from stretto.parallel.comm.pruned_weights import PrunedWeight
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
-from stretto.parallel.layout import TensorOnGrid, gather, has_layout, layout_of, place_like, place_on, shard_like
+from stretto.parallel.layout import TensorOnGrid, gather, has_layout, layout_of, place_like, shard_like
 from stretto.parallel.state import ParallelState, state_of
 from stretto.train.bit_hash import hash_bits
 from stretto.train.optimizer import local_shard
@@ -115,7 +115,7 @@ def _choose(
     threshold, ties = (0.0, 0)
     if scope == "global":
         bits = {name: magnitude_bits(shard_of(name)) for name in parameters}
-        replicas = {name: _replicas(parameter) for name, parameter in parameters.items()}
+        replicas = {name: _replicas(model, parameter) for name, parameter in parameters.items()}
 
         def count(at_least: int) -> int:
             mine = sum(float((own >= at_least).sum()) / replicas[name] for name, own in bits.items())
@@ -137,7 +137,9 @@ def _choose(
 
 def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool:
     counts = early_bird.distances(masks)
-    replicas = {name: _replicas(parameter) for name, parameter in model.named_parameters() if name in masks.masks}
+    replicas = {
+        name: _replicas(model, parameter) for name, parameter in model.named_parameters() if name in masks.masks
+    }
     size = _sum_over_ranks(model, sum(mask.shape.numel() / replicas[name] for name, mask in masks.masks.items()))
     differing = [
         _sum_over_ranks(model, sum(count / replicas[name] for name, count in of_one.items())) for of_one in counts
@@ -176,11 +178,10 @@ def _shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     return shard_like(whole, parameter).to_local()
 
 
-def _replicas(parameter: nn.Parameter) -> int:
+def _replicas(model: nn.Module, parameter: nn.Parameter) -> int:
     """How many ranks of its pipeline stage hold each number of a parameter's shard."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    return layout_of(parameter).replicas(place_on(parameter.device_mesh)[0])
+    state = state_of(model)
+    return 1 if state is None else layout_of(parameter).replicas(state.grid.layout_sizes)
 
 
 def _sum_over_ranks(model: nn.Module, number: float) -> float:

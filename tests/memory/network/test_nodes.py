@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 from datetime import timedelta
 from unittest import mock
 
@@ -14,6 +15,8 @@ from tests.collectives.random_programs import random_program
 from stretto.collectives import compile_program
 from stretto.collectives.executor import run_on_host, simulate
 from stretto.memory import PeerError, Reach, allocate
+from stretto.memory.network import interfaces
+from stretto.memory.network.endpoint import choose_proxy
 
 SEED = 63
 
@@ -125,3 +128,28 @@ def lose_a_rank():
 def test_a_lost_rank_is_named_with_its_node_and_interface(ranks):
     message, _ = ranks(2).run(lose_a_rank)
     assert message == ("rank 0 of 2 (node 0, NIC lo) has lost rank 1 of 2 (node 1, NIC lo): it has closed the group")
+
+
+@pytest.mark.parametrize(
+    ("version", "header", "device", "words"),
+    [
+        (None, False, False, "this torch has no NCCL"),
+        ((2, 27, 3), True, True, "NCCL 2.27.3 has no device API for networks: 2.28 is the first that has"),
+        ((2, 28, 9), False, True, "its header nccl_device.h is in none of "),
+        ((2, 28, 9), True, False, "over RDMA alone (over sockets from 2.32 on), and there is no RDMA device"),
+        ((2, 32, 1), True, False, "NCCL 2.32.1 could, and Stretto has no transport by it"),
+    ],
+)
+def test_nccls_device_api_is_refused_with_the_reason(monkeypatch, tmp_path, version, header, device, words):
+    (tmp_path / "infiniband").mkdir()
+    if device:
+        (tmp_path / "infiniband" / "mlx5_0").touch()
+    if header:
+        (tmp_path / "nccl_device.h").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: version is not None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(interfaces, "_RDMA_DEVICES", tmp_path / "infiniband")
+    monkeypatch.setattr(interfaces, "_list_nccl_includes", lambda: [tmp_path])
+    monkeypatch.setenv("STRETTO_PROXY", "gin")
+    with pytest.raises(ValueError, match=f"STRETTO_PROXY=gin: .*{re.escape(words)}.*; auto, native, python would do"):
+        choose_proxy()

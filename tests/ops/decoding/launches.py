@@ -29,7 +29,7 @@ def launch_paged(name, config, *, is_invariant=False, size=128, group=4, dtype=t
     one, other = (torch.zeros(256, dtype=dtype) for _ in range(2))
     split = paged.SPLIT if is_invariant else 0
     dims = max(16, 1 << (size - 1).bit_length())
-    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64
+    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64, 1 << (group - 1).bit_length()
     cache = paged.PagedCache(one.clone(), other.clone(), WORDS, WORDS, WORDS, 8, 64, 16 * 8 * size, 8 * size, size)
     arguments = {
         "attend_singles": (
@@ -38,11 +38,11 @@ def launch_paged(name, config, *, is_invariant=False, size=128, group=4, dtype=t
             FLOATS,
             FLOATS,
             4,
+            4,
             0.1,
             describe_new(size) if new else None,
-            WORDS if new else None,
+            WORDS,
         ),
-        "merge_splits": (one, FLOATS, FLOATS, 32, 4),
         "attend_chunks": (one, other, 64, 0.1),
     }[name]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": not is_invariant}
@@ -66,15 +66,16 @@ def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
     return row_sums.sum_and_normalize, arguments, {"num_warps": 8}
 
 
-def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, blocks=None):
-    blocks = blocks or invariant.choose_blocks(m, n, k // leaves, 2, 132)
+def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None):
+    given = {"takes_parts": form == "none", "shared": 227 << 10}
+    blocks, parts, is_turned = tile or invariant.choose_tile(m, n, k // leaves, leaves, 2, 132, **given)
     x = torch.empty(m, k, dtype=torch.bfloat16)
     weight = torch.empty(k, n, dtype=torch.bfloat16).t() if transposed else torch.empty(n, k, dtype=torch.bfloat16)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves))
+    tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves // parts), fixed(parts), fixed(is_turned))
     exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True))
     channel = None if form == "none" else make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
-    out = torch.empty(m, n, dtype=torch.bfloat16) if form == "none" else None
+    out = torch.empty(parts * m, n, dtype=torch.bfloat16) if form == "none" else None
     arguments = channel, gemm, tree, exchange, a, b, None if form == "none" else WORDS, None, out
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages, "enable_fp_fusion": False}
     return invariant.sum_leaves, arguments, options
@@ -99,13 +100,7 @@ def launch_expert_leaves(n, k, leaves, experts=8, rows=64):
 
 
 LAUNCHES = {
-    **{
-        f"ops.decoding.paged_kernels.{name}": lambda name=name, config=config: launch_paged(name, config)
-        for name, config in (
-            ("merge_splits", paged.SINGLES),
-            ("attend_chunks", paged.CHUNKS),
-        )
-    },
+    "ops.decoding.paged_kernels.attend_chunks": lambda: launch_paged("attend_chunks", paged.CHUNKS),
     "ops.decoding.paged_kernels.attend_singles": lambda: launch_paged("attend_singles", paged.SINGLES, new=True),
     "ops.decoding.rotary_cache.rotate_and_store_heads": launch_rotation,
     "ops.invariant.grouped.sum_expert_leaves": lambda: launch_expert_leaves(4096, 4096, 8),

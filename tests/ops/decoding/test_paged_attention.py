@@ -105,10 +105,13 @@ def test_torch_compile_traces_it():
     tokens = make_batch(Batch([1, 3], [9, 30]), torch.float32)
 
     def attend_twice(*operands):
-        return ops.paged_attention(*operands, query_offsets=tokens.offsets) * 2
+        out = ops.paged_attention(*operands, query_offsets=tokens.offsets)
+        return out * 2, out.shape  # of a compiled call the shape that was traced
 
     compiled = torch.compile(attend_twice, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(*tokens.operands), attend_twice(*tokens.operands))
+    (found, traced), (expected, shape) = compiled(*tokens.operands), attend_twice(*tokens.operands)
+    torch.testing.assert_close(found, expected)
+    assert traced == shape
 
 
 def replace(operands, index, new):

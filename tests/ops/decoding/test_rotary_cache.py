@@ -8,7 +8,7 @@ from tests.ops.operands import random_of
 from tests.tiles.machine_code import find
 
 from stretto import ops
-from stretto.ops.decoding.paged_kernels import SINGLES, PagedCall, attend_new_tokens
+from stretto.ops.decoding.paged_kernels import INVARIANT, SINGLES, PagedCall, attend_by_kernels, attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store, suits_kernel
 from stretto.ops.rotary import rotate_halves
 from stretto.tiles.compile_only import compile_kernel
@@ -55,7 +55,7 @@ NEW = [(6, 2, 24, torch.float32, None), (4, 4, 16, torch.bfloat16, 70)]
 """(heads, KV heads, numbers of a head, dtype, window)."""
 
 
-def attend(cases, lengths=(150, 1, 70, 64, 129), device="cpu"):
+def attend(cases, lengths=(270, 1, 70, 64, 129), device="cpu"):
     """Differences of one launch from two, whether caches and replays are the same, and whether counters are 0."""
     errors, same = [], []
     for heads, kv_heads, size, dtype, window in cases:
@@ -77,6 +77,15 @@ def attend(cases, lengths=(150, 1, 70, 64, 129), device="cpu"):
         call = PagedCall(query, *caches, table, lengths_here, None, scale, window or 0, is_invariant=False)
         found = [attend_new_tokens(call, key, value, cos, sin, arrivals) for _ in range(3)]
         errors.append((found[0].float() - right.float()).abs().max().item() / torch.finfo(dtype).eps)
+        call = call._replace(is_invariant=True)
+        exact = attend_new_tokens(call, key, value, cos, sin, arrivals)
+        errors.append((exact.float() - right.float()).abs().max().item() / torch.finfo(dtype).eps)
+        call = call._replace(q=turned)
+        # Fixed splits of several programs, and of one.
+        same += [
+            torch.equal(exact, attend_by_kernels(call, INVARIANT._replace(programs_of_processor=many)))
+            for many in (4, 0)
+        ]
         error = max((one.float() - other.float()).abs().max().item() for one, other in zip(caches, copies, strict=True))
         errors.append(error / torch.finfo(dtype).eps / 4)
         same += [torch.equal(found[0], each) for each in found] + [not arrivals.any()]

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from tests.ops.operands import random_of
 
 from stretto import ops
+from stretto.ops.gemm import Blocks
 from stretto.ops.invariant import kernels
 from stretto.ops.invariant.grouped import multiply_groups
-from stretto.ops.invariant.kernels import choose_blocks
+from stretto.ops.invariant.kernels import Tile, choose_blocks, choose_tile
 from stretto.ops.invariant.matmul import add_by_tree, multiply_by_torch
 from stretto.ops.row_sums import kernel as row_sums
+from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 
 ROWS = 24
 CASES = [(24, 128, torch.bfloat16), (37, 72, torch.float32), (40, 256, torch.float16)]
@@ -131,25 +133,35 @@ def test_leaves_are_added_by_a_tree():
 
 
 def multiply_leaves():
-    """Whether the kernel adds up leaves by the tree, of 2, 4 and 8, stored in either order of the weight's dims."""
+    """Whether the kernel adds up leaves by the tree, of 2, 4 and 8, stored in either order of the weight's dims: with x
+    on the left and on the right, and in parts of several programs."""
     found = []
     for leaves in (2, 4, 8):
         x, weight = random_of(1, 20, 32 * leaves).exp2() ** 6, random_of(2, 40, 32 * leaves)
-        parts = [
-            kernels.multiply_leaves(
-                *(one.chunk(leaves, 1)[leaf].contiguous() for one in (x, weight)), None, 1, torch.float32
-            )
-            for leaf in range(leaves)
-        ]
-        for stored in (weight, weight.t().contiguous().t()):
-            result = kernels.multiply_leaves(x, stored, None, leaves, torch.float32)
-            found.append(torch.equal(result, add_by_tree(parts)))
-        found.append(leaves == 2 or not torch.equal(result, sum(parts[1:], parts[0])))
+        for is_turned in (False, True):
+            tile = Tile(Blocks(32, 16, 16, 2, 4, 2, 0), 1, is_turned)
+            parts = [
+                kernels.multiply_leaves(
+                    *(one.chunk(leaves, 1)[leaf].contiguous() for one in (x, weight)), None, 1, torch.float32, tile
+                )
+                for leaf in range(leaves)
+            ]
+            for stored in (weight, weight.t().contiguous().t()):
+                result = kernels.multiply_leaves(x, stored, None, leaves, torch.float32, tile)
+                found.append(torch.equal(result, add_by_tree(parts)))
+            found.append(leaves == 2 or not torch.equal(result, sum(parts[1:], parts[0])))
+            given = NormOperands(random_of(3, 40), random_of(4, 20, 40), random_of(5, 40), None)
+            added = (result + given.bias) + given.residual
+            for count in (2, leaves):
+                sums = kernels.multiply_in_parts(x, weight, leaves, tile._replace(parts=count))
+                normed, total = add_norm(sums, given, Norm("rms", 1e-5, is_exact=True))
+                right = ops.invariant_norm(added, given.weight, eps=1e-5)
+                found.append(torch.equal(total, added) and torch.equal(normed, right))
     return found
 
 
 def test_the_kernel_adds_leaves_by_a_tree(interpret):
-    assert interpret(1, multiply_leaves) == [[True] * 9]
+    assert interpret(1, multiply_leaves) == [[True] * 30]
 
 
 def differentiate():
@@ -179,20 +191,27 @@ def test_gradients_are_those_of_the_other_operators(ranks):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "leaf", "expected"),
+    ("m", "n", "leaf", "leaves", "expected", "parts"),
     [
-        (1, 4096, 512, (64, 32, 128)),
-        (64, 28672, 4096, (64, 128, 128)),
-        (8192, 4096, 512, (128, 128, 64)),
-        (64, 1536, 1376, (64, 16, 32)),
+        (1, 4096, 512, 8, (16, 64, 128), 4),
+        (8, 6144, 4096, 1, (16, 64, 256), 1),
+        (64, 28672, 4096, 1, (64, 128, 128), 1),
+        (8192, 4096, 512, 8, (128, 128, 64), 2),
+        (2048, 28672, 4096, 1, (128, 128, 64), 1),
+        (33, 1536, 1376, 8, (64, 64, 32), 8),
     ],
 )
-def test_tiles_follow_the_sizes(m, n, leaf, expected):
-    assert choose_blocks(m, n, leaf, 2, 132)[:3] == expected
+def test_tiles_follow_the_sizes(m, n, leaf, leaves, expected, parts):
     for shared in (99 << 10, 163 << 10, 227 << 10):  # of a block
         for itemsize in (2, 4):
-            blocks = choose_blocks(m, n, leaf, itemsize, 132, shared=shared)
-            assert (blocks.m + blocks.n) * blocks.k * itemsize * blocks.num_stages <= shared - (16 << 10)
+            tile = choose_tile(m, n, leaf, leaves, itemsize, 132, takes_parts=True, shared=shared)
+            is_measured = itemsize == 2 and shared == 227 << 10
+            assert (tile.blocks[:3], tile.parts, tile.is_turned) == (expected, parts, m <= 64) or not is_measured
+            for blocks in (tile.blocks, choose_blocks(m, n, leaf, itemsize, 132, shared=shared)):
+                taken = (blocks.m + blocks.n) * blocks.k * itemsize * blocks.num_stages
+                assert taken <= shared - (8 << 10)
+    alone = choose_tile(m, n, leaf, leaves, 2, 132, takes_parts=False, shared=227 << 10)
+    assert alone.parts == 1
 
 
 def draw_groups(k, dtype):

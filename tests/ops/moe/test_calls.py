@@ -3,7 +3,6 @@
 and refusals.
 """
 
-from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -13,7 +12,6 @@ from tests.ops.moe.oracle import make_layer
 from torch.utils.checkpoint import checkpoint
 
 from stretto.ops import moe
-from stretto.ops.moe import call_route
 from stretto.ops.moe.call_route import RouteCall
 
 SEED = 40
@@ -264,18 +262,3 @@ def differentiate_twice():
 def test_a_second_derivative_is_an_error_and_not_wrong(ranks):
     with pytest.raises(RuntimeError, match="once_differentiable"):
         ranks(2).run(differentiate_twice)
-
-
-def test_gpus_of_several_nodes_are_refused_for_experts_kernels():
-    """Their products were wrong there (tests/gpu/test_puts.py)."""
-    group = mock.MagicMock()
-    for nodes, expectation in (
-        ((0, 0, 1, 1), pytest.raises(ValueError, match="between nodes are not right on GPUs yet: implementation=")),
-        ((), nullcontext()),
-    ):
-        with (
-            mock.patch.object(call_route, "find_name", return_value="a group"),
-            mock.patch.object(call_route, "find_nodes", return_value=nodes),
-            expectation,
-        ):
-            call_route._refuse_between_nodes("dispatch_grouped_matmul", group, torch.device("cuda"))

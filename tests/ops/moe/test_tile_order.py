@@ -94,21 +94,21 @@ def test_tiles_of_near_ranks_come_first_with_the_parts_that_they_wait_for(interp
     assert interpret(1, compare_orders) == [[]]
 
 
-def arrive_all(rows, counts, rank, channels=2):
-    """Rows of which all have arrived: signals and their targets are zeros."""
+def arrive_all(rows, counts, rank, near, channels=2):
+    """Rows of which all have arrived: signals and their targets are zeros. near: ranks of each node."""
     table = torch.zeros(len(counts), len(counts), 2, dtype=torch.int32)
     table[:, rank, 0] = torch.tensor(counts)
-    constants = (tl.constexpr(value) for value in (len(counts), len(counts) * channels, 0, "p2p"))
+    constants = (tl.constexpr(value) for value in (near, len(counts) * channels, 0, "p2p"))
     words = torch.zeros(256, dtype=torch.int32)
-    channel = tiles.Channel(rank, *constants, 0, words, torch.zeros(8, dtype=torch.int64), words, words, words)
-    block_channel = mock.Mock(rank=rank, world_size=len(counts), launch=tiles.Launches(), open_side_streams=set())
+    channel = tiles.Channel(rank % near, *constants, 0, words, torch.zeros(8, dtype=torch.int64), words, words, words)
+    block_channel = mock.Mock(rank=rank % near, world_size=near, launch=tiles.Launches(), open_side_streams=set())
     block_channel.side_stream.return_value = None
     mapping = tiles.shard_tiles(4, len(counts), 1, channels=channels, fixed=True)
-    return Arrivals(rows, block_channel, channel, mapping, 4, table, None)
+    return Arrivals(rows, block_channel, channel, mapping, 4, table, None, rank=rank)
 
 
 def compare_products():
-    """Which products in the order of arrival have the bits of those expert by expert."""
+    """Which products in the order of arrival, in one node and in two, have the bits of those expert by expert."""
     sizes, padding, counts = [5, 0, 33, 16, 1], 20, [20, 15]
     config, offsets, total = GroupedConfig(BLOCKS, stores_by_tma=True), make_offsets(sizes), sum(sizes)
     generator = torch.Generator().manual_seed(SEED)
@@ -121,7 +121,7 @@ def compare_products():
     factors, same = draw(SEED, total + padding).float(), []
     for rank in range(2):
         found = []
-        for arrivals in (None, arrive_all(x, counts, rank)):
+        for arrivals in (None, arrive_all(x, counts, rank, near=2 - rank)):
             results = [multiply(config, x, each, offsets, places, arrivals) for each in (wide, wide.mT.contiguous().mT)]
             gated, inner = multiply_gated(config, x, gate_up, offsets, places, arrivals=arrivals)
             gradient = differentiate_gate(config, x, down, offsets, inner, places, factors, arrivals)

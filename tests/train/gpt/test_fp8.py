@@ -19,7 +19,7 @@ IN_FP8 = (*MODEL, "train.dtype=fp8")
 @pytest.mark.parametrize(
     ("recipe", "steps"),
     [
-        pytest.param("tensorwise", 12, marks=pytest.mark.long),
+        pytest.param("tensorwise", 6, marks=pytest.mark.long),
         pytest.param("tensorwise", 40, marks=pytest.mark.exhaustive),
         pytest.param("rowwise", 40, marks=pytest.mark.exhaustive),
     ],

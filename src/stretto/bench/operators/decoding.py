@@ -21,9 +21,11 @@ from stretto.bench.harness import Column, print_row, print_table, run_ranks, wri
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.settings import DecodingSetting
 from stretto.cluster import Cluster
+from stretto.memory.gpus import count_processors
 from stretto.ops.decoding.paged_kernels import SINGLES, PagedCall, PagedConfig, attend_by_kernels
-from stretto.ops.invariant.kernels import choose_blocks, multiply_leaves
+from stretto.ops.invariant.kernels import Tile, choose_tile, multiply_in_parts, multiply_leaves
 from stretto.parallel import Grid
+from stretto.tiles.launches import count_shared_bytes
 
 _ROTATED_BYTES = 512 << 20  # more than a GPU's L2 cache
 EPS = 1e-5
@@ -159,20 +161,24 @@ def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> 
         if not setting.has_variants or device.type != "cuda":
             continue
         leaves = ops.LEAVES // world
-        first = choose_blocks(m, n, k // leaves, dtype.itemsize, 132)
-        variants: dict[str, Callable[[], Any]] = {
-            f"{leaves} leaves, {_name(blocks)}": partial(_multiply, x, turns, leaves, blocks)
-            for width in (16, 32, 64, 128)
-            for deep in (64, 128)
-            for stages in (3, 4, 6)
-            for blocks in [first._replace(n=width, k=min(deep, first.k), num_stages=stages)]
-            if (blocks.m + width) * blocks.k * stages * dtype.itemsize < 220_000
-        }
+        first = choose_tile(
+            m, n, k // leaves, leaves, dtype.itemsize, count_processors(device.index), takes_parts=world == 1,
+            shared=count_shared_bytes(device),
+        )  # fmt: skip
+        blocks = first.blocks
+        variants: dict[str, Callable[[], Any]] = {}
+        for width, deep, stages in itertools.product((64, 128), (64, 128), (3, 4, 6, 10)):
+            if (blocks.m + width) * deep * stages * dtype.itemsize < 220_000:
+                tile = first._replace(blocks=blocks._replace(n=width, k=min(deep, blocks.k), num_stages=stages))
+                name = f"{leaves} leaves in {tile.parts}, {_name(tile.blocks)}"
+                variants[name] = partial(_multiply, x, turns, leaves, tile)
         yield from _time_variants(row | {"call": "invariant product"}, variants, setting)
 
 
-def _multiply(x: Tensor, turns: Iterator[Tensor], leaves: int, blocks: Any) -> Tensor:
-    return multiply_leaves(x, next(turns), None, leaves, torch.float32, blocks)
+def _multiply(x: Tensor, turns: Iterator[Tensor], leaves: int, tile: Tile) -> Tensor:
+    if tile.parts > 1:
+        return multiply_in_parts(x, next(turns), leaves, tile)
+    return multiply_leaves(x, next(turns), None, leaves, torch.float32, tile)
 
 
 def _name(config: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from stretto.memory.groups import exchange, find_own_rank, group_timeout
 from stretto.memory.network.descriptors import Fifo, Put
 from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
-from stretto.memory.network.interfaces import NetworkInterface, find_interface
+from stretto.memory.network.interfaces import NetworkInterface, find_gin_obstacle, find_interface
 from stretto.memory.network.native import NativeProxy, load_library
 from stretto.memory.network.proxy import Proxy
 from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
@@ -173,6 +173,8 @@ def choose_proxy() -> Callable[[int, int, bytes, str, float], Proxy | NativeProx
     Raises ValueError for another name; CompilerError and OSError for "native" where that cannot be.
     """
     asked = os.environ.get(PROXY_VARIABLE, "") or "auto"
+    if asked == "gin":
+        raise ValueError(f"{PROXY_VARIABLE}=gin: {find_gin_obstacle()}; {', '.join(_PROXIES)} would do")
     if asked not in _PROXIES:
         raise ValueError(f"{PROXY_VARIABLE} is one of {', '.join(_PROXIES)}, not {asked!r}")
     if asked == "python":

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which network interface a rank's proxy listens on: the job's, and never all of them."""
+"""Which network interface a rank's proxy listens on: the job's, and never all of them. And why NCCL takes no puts."""
 
 import fcntl
+import importlib.util
 import os
 import socket
 import struct
+from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from stretto.cluster.local_ranks import count_local_ranks, find_local_rank
 from stretto.cluster.nics import VARIABLE as NICS_VARIABLE
@@ -14,6 +18,10 @@ from stretto.cluster.nics import choose_nics
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The job's interface: what it names for gloo between nodes serves puts, too."""
 _SIOCGIFADDR = 0x8915
+_FIRST_GIN = (2, 28)  # the first NCCL whose device API (GPU-initiated networking) puts, over RDMA,
+_GIN_OVER_SOCKETS = (2, 32)  # and over sockets
+_GIN_HEADER = "nccl_device.h"
+_RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 class NetworkInterface(NamedTuple):
@@ -83,3 +91,29 @@ def _find_address(interface: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(packed[20:24])
+
+
+def find_gin_obstacle() -> str:
+    """The first thing that a transport by NCCL's device API lacks on this machine, for messages."""
+    if not torch.cuda.is_available():
+        return "this torch has no NCCL, or finds no GPU"
+    version = torch.cuda.nccl.version()
+    nccl = f"NCCL {'.'.join(map(str, version))}"
+    if version < _FIRST_GIN:
+        return f"{nccl} has no device API for networks: {'.'.join(map(str, _FIRST_GIN))} is the first that has"
+    folders = _list_nccl_includes()
+    if not any((folder / _GIN_HEADER).is_file() for folder in folders):
+        return f"{nccl} has its device API, and its header {_GIN_HEADER} is in none of {', '.join(map(str, folders))}"
+    has_rdma = _RDMA_DEVICES.is_dir() and any(_RDMA_DEVICES.iterdir())
+    if version < _GIN_OVER_SOCKETS and not has_rdma:
+        needed = ".".join(map(str, _GIN_OVER_SOCKETS))
+        return f"{nccl} puts from GPUs over RDMA alone (over sockets from {needed} on), and there is no RDMA device"
+    return f"{nccl} could, and Stretto has no transport by it: none could be tried yet"
+
+
+def _list_nccl_includes() -> list[Path]:
+    """Where NCCL's headers may be: NCCL_HOME, torch's wheel of NCCL, the system's."""
+    homes = [Path(os.environ["NCCL_HOME"])] if os.environ.get("NCCL_HOME") else []
+    spec = importlib.util.find_spec("nvidia")
+    homes += [Path(place) / "nccl" for place in (spec.submodule_search_locations or () if spec else ())]
+    return [*(home / "include" for home in homes), Path("/usr/include")]

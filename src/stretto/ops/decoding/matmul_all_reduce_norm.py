@@ -11,9 +11,9 @@ from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
-from stretto.ops.gemm import GroupProduct
-from stretto.ops.invariant.kernels import multiply_and_sum
-from stretto.ops.invariant.matmul import count_leaves, goes_by_packets, multiply_all_reduce, require_plain
+from stretto.ops.gemm import GroupProduct, takes_tma
+from stretto.ops.invariant.kernels import multiply_and_sum, multiply_in_parts
+from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
 from stretto.ops.operator import (
     abandon,
@@ -25,12 +25,14 @@ from stretto.ops.operator import (
     require_agreement,
     require_operands,
 )
+from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
     NormOperands,
     add_norm,
+    can_launch,
     require_norm,
     require_norm_operands,
 )
@@ -56,8 +58,8 @@ def matmul_all_reduce_norm(
 
     x: [..., k], weight: [n, k], as in `matmul_all_reduce`; residual: [..., n], the same on all ranks; bias: [n] of x's
     dtype, added once. norm, eps, offset, norm_weight and norm_bias are those of `all_reduce_norm`. The bits are those
-    of `matmul_all_reduce`, an addition and the norm, one after another. Few rows take two launches: a product that
-    sends its tiles as packets, and a kernel that adds them up, with residual and norm.
+    of `matmul_all_reduce`, an addition and the norm, one after another (on one rank within rounding). Few rows take two
+    launches: a product that sends its tiles as packets, and a kernel that adds them up, with residual and norm.
 
     invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
     2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for
@@ -128,6 +130,10 @@ def _run(
         require_operands("matmul_all_reduce_norm", x, weight, bias)
         return multiply_sum_norm(x, weight, operands, described, group, implementation)
 
+    if implementation == "auto" and _streams(x, weight, find_group(group).size()):
+        require_operands("matmul_all_reduce_norm", x, weight, bias)
+        return add_norm(multiply_in_parts(x, weight, LEAVES), operands, described)
+
     def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
         return _compute(config, x, weight, operands, described, group)
 
@@ -136,6 +142,16 @@ def _run(
         check=lambda: require_operands("matmul_all_reduce_norm", x, weight, bias),
     )  # fmt: skip
     return compute(config)
+
+
+def _streams(x: Tensor, weight: Tensor, world: int) -> bool:
+    """True if a rank's product of few rows takes Stretto's kernel, whose parts the norm's kernel adds up.
+
+    Libraries add up the parts of k by a kernel of its own. From Hopper on, where TMA loads the weight.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    is_few = world == 1 and x.is_cuda and x.element_size() == 2 and 0 < m <= FEW_ROWS and n <= MAX_COLUMNS
+    return is_few and k % (LEAVES * 128) == 0 and takes_tma(x) and takes_tma(weight)
 
 
 def _compute(
@@ -174,6 +190,8 @@ def multiply_sum_norm(
             return multiply_and_sum("matmul_all_reduce_norm", "push", x[rows], weight, leaves, sums, group, norm)
 
         return add_in_parts(add, m, count_rows_at_a_time(n, torch.float32, world))
+    if world == 1 and can_launch(x) and n <= MAX_COLUMNS:
+        return add_norm(multiply_in_parts(x, weight, leaves), operands, norm)
     total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
     return add_norm(total, operands._replace(bias=None), norm)
 

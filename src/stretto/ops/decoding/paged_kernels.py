@@ -5,11 +5,11 @@ A tile has the queries of one kv head: of a token all heads of the group, one to
 of two (scale times log2 e). A partial result is the sum of weighted values, the largest score and the sum of weights.
 
 Invariant: keys are split at multiples of `SPLIT`, whatever the length. Each split has a partial result of its own, and
-these are merged one after another: by `merge_splits` for a single token, in the program of a chunk's tile. Tiles have
-one shape, so that a token's sums are the same in both.
+these are merged one after another, from the first to the last: those of a single token by the program that ends last,
+those of a chunk's tile by its program. Tiles have one shape, so that a token's sums are the same in both.
 
 For an engine one launch does all that attention of a decoding step is (`attend_new_tokens`): queries and keys are
-rotated as they are read, the new keys and values stored, and the program that ends a token's last split merges them.
+rotated as they are read, and the new keys and values stored.
 """
 
 from functools import lru_cache
@@ -35,7 +35,7 @@ _LOG2_E = 1.4426950408889634
 class PagedConfig(NamedTuple):
     """Tiles of a kernel: rows (of queries; of single tokens at least the heads of a group), keys, warps and stages.
 
-    programs_of_processor: single tokens' keys are split until so many programs run on a multiprocessor.
+    programs_of_processor: single tokens' keys are divided until so many programs run on a multiprocessor.
     """
 
     rows: int
@@ -47,8 +47,10 @@ class PagedConfig(NamedTuple):
 
 SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
-INVARIANT = PagedConfig(64, 64, 4, 2)
+INVARIANT = PagedConfig(64, 64, 4, 2, 4)
 _LEAST = 16  # rows and keys that tensor cores take
+_MERGED = tl.constexpr(1024)  # numbers of a partial result of which eight are loaded at a time
+_INTERPRETED = 6  # multiprocessors where there are none
 
 
 class PagedCall(NamedTuple):
@@ -66,7 +68,7 @@ class PagedCall(NamedTuple):
 
 
 def attend_by_kernels(call: PagedCall, singles: PagedConfig | None = None, chunks: PagedConfig | None = None) -> Tensor:
-    """The attention: [tokens, heads, d]. One launch for single tokens, one that merges their splits, one for chunks."""
+    """The attention: [tokens, heads, d]. One launch for single tokens, one for chunks."""
     q, offsets = call.q, call.offsets
     out = torch.empty_like(q) if offsets is None else torch.zeros_like(q)  # rows behind the last offset are nobody's
     if 0 in q.shape or 0 in call.table.shape:
@@ -143,7 +145,8 @@ def attend_new_tokens(
     """
     out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     strides = call.q.stride(0), key.stride(0), value.stride(0)
-    _launch_singles(call, out, find_tiles(call, SINGLES), NewTokens(key, value, cos, sin, *strides), arrivals)
+    config = find_tiles(call, INVARIANT if call.is_invariant else SINGLES)
+    _launch_singles(call, out, config, NewTokens(key, value, cos, sin, *strides), arrivals)
     return out
 
 
@@ -164,8 +167,8 @@ class PagedCache(NamedTuple):
 
 class PagedTiles(NamedTuple):
     """Sizes that kernels are compiled for: rows and keys of a tile, the heads of a group, the numbers of a head and the
-    power of two that holds them, tokens of a page, window and fixed split (0: none), precision of fp32, and the power
-    of two that holds the sequences.
+    power of two that holds them, tokens of a page, window and fixed split (0: none), precision of fp32, and the powers
+    of two that hold the sequences and the heads of a group.
     """
 
     rows: Any
@@ -178,6 +181,7 @@ class PagedTiles(NamedTuple):
     split: Any
     precision: Any
     sequences: Any
+    heads: Any
 
 
 def describe_tiles(call: PagedCall, config: PagedConfig) -> PagedTiles:
@@ -187,7 +191,7 @@ def describe_tiles(call: PagedCall, config: PagedConfig) -> PagedTiles:
     constants = (
         config.rows, config.keys, heads // call.keys.shape[2], size, max(_LEAST, triton.next_power_of_2(size)),
         call.keys.shape[1], call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
-        triton.next_power_of_2(call.lengths.shape[0]),
+        triton.next_power_of_2(call.lengths.shape[0]), triton.next_power_of_2(heads // call.keys.shape[2]),
     )  # fmt: skip
     return PagedTiles(*map(fixed, constants))
 
@@ -211,33 +215,30 @@ def _launch(
 _launches: dict[torch.device, Launches] = {}
 
 
-def count_splits(call: PagedCall, config: PagedConfig) -> int:
-    """In how many parts a single token's keys are split: what fills the GPU, or all fixed splits that may be there."""
-    most = call.table.shape[1] * call.keys.shape[1]
+def divide_keys(call: PagedCall, config: PagedConfig) -> tuple[int, int]:
+    """(splits of a single token's keys at most, programs that share them): what fills the GPU, or fixed splits."""
+    most, pairs = call.table.shape[1] * call.keys.shape[1], call.lengths.shape[0] * call.keys.shape[2]
+    processors = count_processors(call.q.device.index) if call.q.is_cuda else _INTERPRETED
+    programs = max(1, config.programs_of_processor * processors // pairs)
     if call.is_invariant:
-        return divide_up(most, SPLIT)
-    if call.q.device.type == "cpu":  # interpreted
-        return min(2, divide_up(most, config.keys))
-    wanted = config.programs_of_processor * count_processors(call.q.device.index)
-    pairs = call.lengths.shape[0] * call.keys.shape[2]
-    return max(1, min(wanted // pairs, _MAX_SPLITS, divide_up(most, config.keys)))
+        splits = divide_up(most, SPLIT)
+        return splits, min(programs, splits)
+    splits = min(programs, _MAX_SPLITS, divide_up(most, config.keys))
+    return splits, splits
 
 
 def _launch_singles(
     call: PagedCall, out: Tensor, config: PagedConfig, new: NewTokens | None = None, arrivals: Tensor | None = None
 ) -> None:
     sequences, kv_heads, (heads, size) = call.lengths.shape[0], call.keys.shape[2], call.q.shape[1:]
-    splits = count_splits(call, config)
-    shape = describe_tiles(call, config)
+    splits, parts = divide_keys(call, config)
     sums = stats = None
-    if splits > 1:
+    if parts > 1:
         sums = out.new_empty(sequences, heads, splits, size, dtype=torch.float32)
         stats = out.new_empty(sequences, heads, splits, 2, dtype=torch.float32)
-    arguments = call.q, out, sums, stats, splits, call.scale * _LOG2_E, new, arrivals
-    _launch(attend_singles, sequences * kv_heads * splits, call, shape, config, *arguments)
-    if sums is not None and arrivals is None:
-        merging = config._replace(num_warps=1 if size <= 128 else 4)
-        _launch(merge_splits, sequences * heads, call, shape, merging, out, sums, stats, heads, splits)
+        arrivals = out.new_zeros(sequences * kv_heads, dtype=torch.int32) if arrivals is None else arrivals
+    arguments = call.q, out, sums, stats, splits, parts, call.scale * _LOG2_E, new, arrivals
+    _launch(attend_singles, sequences * kv_heads * parts, call, describe_tiles(call, config), config, *arguments)
 
 
 def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
@@ -250,41 +251,60 @@ def _launch_chunks(call: PagedCall, out: Tensor, config: PagedConfig) -> None:
 
 
 @triton.jit
-def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, scale, most, total, out):  # type: ignore[no-untyped-def]
-    """Go on with a partial result (out [rows, dims], most, total [rows]) by the keys from begin to end - 1.
+def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, whole, scale, state):  # type: ignore[no-untyped-def]
+    """Go on with a partial result, the state (most, total [rows], out [rows, dims]), by the keys from begin to end - 1.
 
-    position: [rows], each query's. pages: pointer to the sequence's pages.
+    position: [rows], each query's. pages: pointer to the sequence's pages. whole: None, or all queries see the keys
+    before it, whose tiles take no masks; masks that hide nothing change no bit.
     """
+    middle = begin
+    if whole is not None:  # noqa: SIM102 - known when it is compiled
+        if shape.window == 0:
+            middle = begin + tl.maximum(tl.minimum(whole, end) - begin, 0) // shape.keys * shape.keys
+            for start in range(begin, middle, shape.keys):
+                state = _attend_tile(cache, shape, q, pages, position, kv_head, start, end, scale, state, False)
+    for start in range(middle, end, shape.keys):
+        state = _attend_tile(cache, shape, q, pages, position, kv_head, start, end, scale, state, True)
+    return state
+
+
+@triton.jit
+def _attend_tile(  # type: ignore[no-untyped-def]
+    cache, shape, q, pages, position, kv_head, start, end, scale, state, HIDES: tl.constexpr
+):
+    """Go on with a partial result by one tile of keys. HIDES: some lie behind the end, or are not seen by a query."""
+    most, total, out = state
     dims = tl.arange(0, shape.dims)
-    for start in range(begin, end, shape.keys):
-        key = start + tl.arange(0, shape.keys)
-        there = key < end
+    key = start + tl.arange(0, shape.keys)
+    there = key < end
+    if HIDES:
         page = tl.load(pages + key // shape.page, mask=there, other=0).to(tl.int64)
-        place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
-        if shape.size == shape.dims:
-            k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :], other=0)
-            v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None], other=0)
-        else:
-            inside = dims < shape.size
-            k = tl.load(
-                cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0
-            )
-            v = tl.load(
-                cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0
-            )
-        scores = tl.dot(q, k, input_precision=shape.precision) * scale
+    else:
+        page = tl.load(pages + key // shape.page).to(tl.int64)
+    place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
+    if shape.size == shape.dims and not HIDES:
+        k = tl.load(cache.key_cache + place[None, :] + dims[:, None])
+        v = tl.load(cache.value_cache + place[:, None] + dims[None, :])
+    elif shape.size == shape.dims:
+        k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :], other=0)
+        v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None], other=0)
+    else:
+        inside = dims < shape.size
+        k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0)
+        v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0)
+    scores = tl.dot(q, k, input_precision=shape.precision) * scale
+    if HIDES:
         seen = there[None, :] & (key[None, :] <= position[:, None])
         if shape.window > 0:
             seen = seen & (key[None, :] > position[:, None] - shape.window)
         scores = tl.where(seen, scores, float("-inf"))
-        larger = tl.maximum(most, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(most - base)
-        total = total * shrink + tl.sum(weights, 1)
-        out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=shape.precision)
-        most = larger
-    return most, total, out
+    larger = tl.maximum(most, tl.max(scores, 1))
+    base = tl.where(larger == float("-inf"), 0.0, larger)
+    weights = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(most - base)
+    total = total * shrink + tl.sum(weights, 1)
+    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=shape.precision)
+    return larger, total, out
 
 
 @triton.jit
@@ -331,7 +351,7 @@ def _rotate(row, dims, inside, cos, sin, shape):  # type: ignore[no-untyped-def]
     s = tl.load(sin + dims, mask=there, other=0).to(tl.float32)
     head = tl.load(row + dims[None, :], mask=inside, other=0).to(tl.float32)
     turned = tl.load(row + other[None, :], mask=inside, other=0).to(tl.float32)
-    return head * c[None, :] + turned * tl.where(dims < half, -s, s)[None, :]
+    return tl.fma(head, c[None, :], turned * tl.where(dims < half, -s, s)[None, :])  # as other kernels of rotations
 
 
 @triton.jit
@@ -351,32 +371,26 @@ def _store_new(cache, shape, new, pages, sequence, kv_head, key, dims):  # type:
 
 
 @triton.jit
-def attend_singles(cache, shape, q, out, sums, stats, splits, scale, new, arrivals):  # type: ignore[no-untyped-def]
-    """A split of the attention of a sequence's only new token, for the heads of one kv head.
+def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new, arrivals):  # type: ignore[no-untyped-def]
+    """The attention of a sequence's only new token, for the heads of one kv head: every `parts`-th split of the keys.
 
-    Of one split: into out; else a partial result into sums [sequences, heads, splits, d] and stats [.., 2]. Programs
-    of sequences with other numbers of new tokens, and of splits without keys, do nothing. new: None, or what is to be
+    Of one part: into out; else partial results into sums [sequences, heads, splits, d] and stats [.., 2]. Programs of
+    sequences with other numbers of new tokens, and of splits without keys, do nothing. new: None, or what is to be
     rotated and stored: by the program whose split has the new token, and read by it alone, after a barrier. Bytes: keys
     and values are read once.
-    Synchronization: without arrivals none: programs own their splits, which `merge_splits` reads in the next launch.
-    arrivals, a counter for each sequence and kv head, 0 before and after: partial results, a barrier of the block, an
-    addition (acquire and release, of the GPU's scope); the program that arrives last reads and merges all, from the
-    first split to the last, and sets the counter back. No program waits.
+    Synchronization: arrivals, a counter for each sequence and kv head, 0 before and after: partial results, a barrier
+    of the block, an addition of their number (acquire and release, of the GPU's scope); the program that arrives last
+    reads and merges all, from the first split to the last, and sets the counter back. No program waits.
     """
     program = tl.program_id(0)
-    split = program % splits
-    kv_head = program // splits % cache.kv_heads
-    sequence = program // splits // cache.kv_heads
+    part = program % parts
+    kv_head = program // parts % cache.kv_heads
+    sequence = program // parts // cache.kv_heads
     first, count = _count_tokens(cache.offsets, sequence)
     length = tl.load(cache.lengths + sequence)
-    if shape.split > 0:
-        begin = split * shape.split
-        end = tl.minimum(begin + shape.split, length)
-        if shape.window > 0:
-            end = tl.where(end <= length - shape.window, begin, end)
-    else:
-        begin, end = _find_split(length, split, splits, shape.window, shape.keys)
-    if (count == 1) & ((begin < end) | ((splits == 1) & (length == 0))):
+    low, high = _find_used(shape, length, splits)
+    own = low + part
+    if (count == 1) & ((own < high) | ((part == 0) & (low >= high))):
         row = tl.arange(0, shape.rows)
         dims = tl.arange(0, shape.dims)
         head = kv_head * shape.group + row
@@ -390,33 +404,76 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, scale, new, arriva
             angle = first.to(tl.int64) * shape.size
             rows = q + first.to(tl.int64) * new.query_stride + head[:, None] * shape.size
             queries = _rotate(rows, dims, inside, new.cos + angle, new.sin + angle, shape).to(q.dtype.element_ty)
-            if end == length:
+            if part == (high - 1 - low) % parts:
                 _store_new(cache, shape, new, pages, sequence, kv_head, length - 1, dims)
                 tl.debug_barrier()
-        most = tl.full((shape.rows,), float("-inf"), tl.float32)
-        total = tl.zeros((shape.rows,), tl.float32)
-        result = tl.zeros((shape.rows, shape.dims), tl.float32)
         position = row * 0 + length - 1
-        most, total, result = _attend_keys(
-            cache, shape, queries, pages, position, kv_head, begin, end, scale, most, total, result
-        )
         if sums is None:
+            if shape.split > 0:
+                _most, total, result = _attend_splits(
+                    cache, shape, queries, pages, position, kv_head, low, high, length, None, scale
+                )
+            else:
+                begin, end = _find_split(length, 0, 1, shape.window, shape.keys)
+                _most, total, result = _attend_keys(
+                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
+                )
             result = result / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
         else:
-            place = (sequence.to(tl.int64) * heads + head) * splits + split
-            tl.store(sums + place[:, None] * shape.size + dims[None, :], result, mask=inside)
-            tl.store(stats + place * 2, most, mask=row < shape.group)
-            tl.store(stats + place * 2 + 1, total, mask=row < shape.group)
-            if arrivals is not None:
-                tl.debug_barrier()
-                counter = arrivals + sequence * cache.kv_heads + kv_head
-                low, high = _find_used(shape, length, splits)
-                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == high - low - 1:
-                    _merge_rows(
-                        shape, out, sums, stats, sequence, first, head, row < shape.group, heads, splits, low, high
-                    )
-                    tl.store(counter, 0)
+            place = (sequence.to(tl.int64) * heads + head) * splits
+            if shape.split > 0:
+                for split in range(own, high, parts):
+                    begin = split * shape.split
+                    most, total, result = _attend_keys(
+                        cache, shape, queries, pages, position, kv_head, begin,
+                        tl.minimum(begin + shape.split, length), None, scale, _begin(shape),
+                    )  # fmt: skip
+                    _store_partial(shape, sums, stats, place + split, inside, dims, row, most, total, result)
+            else:
+                begin, end = _find_split(length, own, splits, shape.window, shape.keys)
+                most, total, result = _attend_keys(
+                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
+                )
+                _store_partial(shape, sums, stats, place + own, inside, dims, row, most, total, result)
+            tl.debug_barrier()
+            counter = arrivals + sequence * cache.kv_heads + kv_head
+            done = tl.maximum(tl.cdiv(high - own, parts), 0)
+            if tl.atomic_add(counter, done, sem="acq_rel", scope="gpu") + done == tl.maximum(high - low, 0):
+                _merge_rows(shape, out, sums, stats, sequence, first, kv_head, heads, splits, low, high)
+                tl.store(counter, 0)
+
+
+@triton.jit
+def _begin(shape):  # type: ignore[no-untyped-def]
+    """(most, total, result) of no keys."""
+    return (
+        tl.full((shape.rows,), float("-inf"), tl.float32),
+        tl.zeros((shape.rows,), tl.float32),
+        tl.zeros((shape.rows, shape.dims), tl.float32),
+    )
+
+
+@triton.jit
+def _attend_splits(cache, shape, queries, pages, position, kv_head, low, high, end, whole, scale):  # type: ignore[no-untyped-def]
+    """The partial results of fixed splits from low to high - 1, of keys before `end`, merged from first to last."""
+    most, total, result = _begin(shape)
+    for split in range(low, high):
+        begin = split * shape.split
+        split_most, split_total, split_result = _attend_keys(
+            cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), whole, scale,
+            _begin(shape),
+        )  # fmt: skip
+        most, total, result = _merge(most, total, result, split_most, split_total, split_result)
+    return most, total, result
+
+
+@triton.jit
+def _store_partial(shape, sums, stats, place, inside, dims, row, most, total, result):  # type: ignore[no-untyped-def]
+    """Store a partial result of the rows at `place`."""
+    tl.store(sums + place[:, None] * shape.size + dims[None, :], result, mask=inside)
+    tl.store(stats + place * 2, most, mask=row < shape.group)
+    tl.store(stats + place * 2 + 1, total, mask=row < shape.group)
 
 
 @triton.jit
@@ -437,42 +494,38 @@ def _find_used(shape, length, splits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _merge_rows(shape, out, sums, stats, sequence, first, head, there, heads, splits, begin, end):  # type: ignore[no-untyped-def]
-    """Merge the partial results of some heads of a single token, from the first split to the last, into out."""
+def _merge_rows(shape, out, sums, stats, sequence, first, kv_head, heads, splits, begin, end):  # type: ignore[no-untyped-def]
+    """Merge the partial results of a kv head's heads of a single token, from the first split to the last, into out.
+
+    Some splits' loads are on their way at a time: one after another, they would take a latency each.
+    """
+    row = tl.arange(0, shape.heads)
     dims = tl.arange(0, shape.dims)
+    there = row < shape.group
+    head = kv_head * shape.group + row
     inside = there[:, None] & (dims < shape.size)[None, :]
-    most = tl.full(head.shape, float("-inf"), tl.float32)
-    total = tl.zeros(head.shape, tl.float32)
-    result = tl.zeros(inside.shape, tl.float32)
+    most = tl.full((shape.heads,), float("-inf"), tl.float32)
+    total = tl.zeros((shape.heads,), tl.float32)
+    result = tl.zeros((shape.heads, shape.dims), tl.float32)
     base = (sequence.to(tl.int64) * heads + head) * splits
-    for split in range(begin, end):
-        place = base + split
-        other = tl.load(sums + place[:, None] * shape.size + dims[None, :], mask=inside, other=0.0)
-        other_most = tl.load(stats + place * 2, mask=there, other=float("-inf"))
-        other_total = tl.load(stats + place * 2 + 1, mask=there, other=0.0)
-        most, total, result = _merge(most, total, result, other_most, other_total, other)
+    count: tl.constexpr = 8 if shape.heads * shape.dims <= _MERGED else 2
+    for start in range(begin, end, count):
+        results = ()
+        mosts = ()
+        totals = ()
+        for index in tl.static_range(count):
+            place = base + start + index
+            is_used = start + index < end
+            one = tl.load(sums + place[:, None] * shape.size + dims[None, :], mask=inside & is_used, other=0.0)
+            results = results + (one,)  # noqa: RUF005 - Triton takes no starred ones
+            mosts = mosts + (tl.load(stats + place * 2, mask=there & is_used, other=float("-inf")),)  # noqa: RUF005
+            totals = totals + (tl.load(stats + place * 2 + 1, mask=there & is_used, other=0.0),)  # noqa: RUF005
+        for index in tl.static_range(count):
+            if start + index < end:
+                most, total, result = _merge(most, total, result, mosts[index], totals[index], results[index])
     result = result / tl.where(total == 0, 1.0, total)[:, None]
     at = (first.to(tl.int64) * heads + head)[:, None] * shape.size + dims[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def merge_splits(cache, shape, out, sums, stats, heads, splits):  # type: ignore[no-untyped-def]
-    """Merge the partial results of a single token's head, from the first split to the last.
-
-    Synchronization: none: the launch before has written the partial results. Programs of sequences with other numbers
-    of new tokens do nothing.
-    """
-    program = tl.program_id(0)
-    sequence = program // heads
-    one = tl.arange(0, 1)
-    first, count = _count_tokens(cache.offsets, sequence)
-    length = tl.load(cache.lengths + sequence)
-    if count == 1:
-        begin, end = _find_used(shape, length, splits)
-        _merge_rows(
-            shape, out, sums, stats, sequence, first, program % heads + one, one == 0, heads, splits, begin, end
-        )
 
 
 @triton.jit
@@ -506,22 +559,16 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
         if shape.window > 0:
             low = tl.maximum(length - count + token - shape.window + 1, 0) // shape.keys * shape.keys
         end = tl.minimum(length - count + token + each, length)
-        most = tl.full((shape.rows,), float("-inf"), tl.float32)
-        total = tl.zeros((shape.rows,), tl.float32)
-        result = tl.zeros((shape.rows, shape.dims), tl.float32)
         pages = cache.table + sequence.to(tl.int64) * cache.width
         if shape.split > 0:
-            for split in range(low // shape.split, tl.cdiv(end, shape.split)):
-                begin = split * shape.split
-                split_most, split_total, split_result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), scale,
-                    tl.full((shape.rows,), float("-inf"), tl.float32), tl.zeros((shape.rows,), tl.float32),
-                    tl.zeros((shape.rows, shape.dims), tl.float32),
-                )  # fmt: skip
-                most, total, result = _merge(most, total, result, split_most, split_total, split_result)
+            _most, total, result = _attend_splits(
+                cache, shape, queries, pages, position, kv_head, low // shape.split, tl.cdiv(end, shape.split), end,
+                length - count + token + 1, scale,
+            )  # fmt: skip
         else:
-            most, total, result = _attend_keys(
-                cache, shape, queries, pages, position, kv_head, low, end, scale, most, total, result
-            )
+            _most, total, result = _attend_keys(
+                cache, shape, queries, pages, position, kv_head, low, end, length - count + token + 1, scale,
+                _begin(shape),
+            )  # fmt: skip
         result = result / tl.where(total == 0, 1.0, total)[:, None]
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)

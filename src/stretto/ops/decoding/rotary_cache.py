@@ -67,7 +67,7 @@ def rotate_and_store(
     query [tokens, heads, d], key and value [tokens, kv heads, d]: a token's heads are contiguous, tokens lie anywhere.
     cos, sin: [tokens, d], contiguous. The caches are [pages, page, kv heads, d], contiguous, and places int64 [tokens],
     their rows, each at most once. Rotated: heads * cos + (-second halves, first halves) * sin, in fp32, rounded once,
-    as `stretto.ops.rotary.rotate_halves`. `suits_kernel` says what it takes. There are no gradients.
+    with the bits of `stretto.ops.rotary.rotate_halves`. `suits_kernel` says what it takes. There are no gradients.
     """
     (tokens, heads, size), kv_heads = query.shape, key.shape[1]
     out = query.new_empty(tokens, heads, size)
@@ -119,8 +119,8 @@ def rotate_and_store_heads(tensors, tiles):  # type: ignore[no-untyped-def]
     first += tl.load(key, mask=is_key, other=0.0).to(tl.float32)
     second = tl.load(query + tiles.half, mask=is_query, other=0.0).to(tl.float32)
     second += tl.load(key + tiles.half, mask=is_key, other=0.0).to(tl.float32)
-    turned = (first * c.to(tl.float32) - second * s.to(tl.float32)).to(dtype)
-    other = (second * other_c.to(tl.float32) + first * other_s.to(tl.float32)).to(dtype)
+    turned = tl.fma(first, c.to(tl.float32), -(second * s.to(tl.float32))).to(dtype)
+    other = tl.fma(second, other_c.to(tl.float32), first * other_s.to(tl.float32)).to(dtype)
     at = tensors.out + (token * tiles.queries + head) * 2 * tiles.half + lane
     tl.store(at, turned, mask=is_query)
     tl.store(at + tiles.half, other, mask=is_query)

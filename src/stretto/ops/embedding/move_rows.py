@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies chosen rows of one tensor to chosen rows of another; on GPUs either may be in pinned host memory."""
+"""Copies chosen rows of one tensor to chosen rows of another; on GPUs either may be in pinned host memory.
 
+`look_up_rows` takes rows of a table that ranks share from where they are, so that no rank gathers the table.
+"""
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.embedding.launch_config import count_multiprocessors, round_up_to_power
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import launch_cached, launch_kernel
 
 _BLOCK = 1024  # numbers that a program moves at once
 _PROGRAMS = 4  # on each multiprocessor: enough bytes in flight for a host link, and room for other kernels
@@ -42,3 +46,43 @@ def move_rows(source: Tensor, target: Tensor, rows: Tensor, places: Tensor) -> N
     tile = max(_BLOCK // block, 1)
     programs = max(min(-(-len(rows) // tile), _PROGRAMS * count_multiprocessors(rows.device)), 1)
     launch_kernel(move_tiles, programs, source, target, rows, places, len(rows), dim, tile, block, num_warps=4)
+
+
+def look_up_rows(ids: Tensor, parts: Tensor, first_row: int, rows: int, like: Tensor) -> Tensor:
+    """[..., columns], of like's dtype: the rows ids - first_row of a table [rows, columns]; zeros for all other ids.
+
+    parts: int64 [ranks], on the device, the addresses of the ranks' parts, which this GPU reads: contiguous, of
+    ceil(rows / ranks) rows each; the last ones may have fewer. like: this rank's part, [..., columns].
+    """
+    columns, ids = like.shape[-1], ids.contiguous()
+    found = like.new_empty(*ids.shape, columns)
+    if found.numel():
+        chunk = -(-rows // len(parts))
+        arguments = ids, parts, found, first_row, rows, chunk, columns
+        launch_cached(copy_rows_of_ranks, ids.numel(), *arguments, BLOCK=_BLOCK, num_warps=4)
+    return found
+
+
+@triton.jit
+def copy_rows_of_ranks(  # type: ignore[no-untyped-def]
+    ids, parts, found, first_row, rows, chunk, columns, BLOCK: tl.constexpr
+):
+    """Copy a row for each program, from whichever rank has it.
+
+    Synchronization: none here. Before it on the stream a wait for all ranks' signals that their parts are written; they
+    write them again only once this rank has begun the next forward pass.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids + token) - first_row
+    is_here = (row >= 0) & (row < rows)
+    row = tl.where(is_here, row, 0).to(tl.int64)
+    part = tl.load(parts + row // chunk).to(tl.pointer_type(found.dtype.element_ty))
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(part + row % chunk * columns + column, mask=(column < columns) & is_here, other=0)
+        tl.store(found + token * columns + column, value, mask=column < columns)
+
+
+def find_addresses(parts: list[Tensor], device: torch.device) -> Tensor:
+    """What `look_up_rows` takes as parts: int64 [ranks] on the device."""
+    return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)

@@ -2,8 +2,11 @@
 """The product of a tile whose k is cut into leaves, added by a binary tree; stored, or sent as packets of fp32.
 
 All tiles have the same order of additions: tensor cores add up each element's products along k, 16 at a time or so, in
-one order for every height and width of a tile. So sizes of tiles are free, and their speed decides. Tiles have at least
-64 rows, since smaller ones take other instructions, which add in another order.
+one order for every height and width of a tile. So sizes of tiles are free, and their speed decides. A tile's left
+operand has at least 64 rows, since a smaller one takes other instructions, which add in another order.
+
+Few rows are the right operand: a tile is weight @ x.T, of 64 columns of the output and 16 to 64 rows. Its shared memory
+and its loads are the weight's: with 64 rows of x on the left most of both would be padding.
 """
 
 from functools import lru_cache
@@ -23,11 +26,11 @@ from stretto.ops.gemm import (
     divide_up,
     fixed,
     load_bias,
-    multiply_tile,
     order_tiles,
     specialization_key,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_workspace
+from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
 from stretto.ops.small_m import PacketExchange, count_bytes, send_tile
@@ -38,13 +41,29 @@ _STAGE_BYTES = 160 << 10  # of shared memory for stages, at most
 _OTHER_BYTES = 16 << 10  # of shared memory, for what is not a stage
 _HOPPER_BYTES = 227 << 10  # that a block may have
 _BUSY = 0.7  # the part of the multiprocessors that should have a tile of few rows
+_DEEPEST = 12  # stages of a tile of few rows
+_BARRIER_BYTES = 8 << 10  # of shared memory, beside the stages of a tile of few rows
 
 
 class Leaves(NamedTuple):
-    """A tile's leaves: steps over k of each, and (compiled in) their number."""
+    """A program's leaves: steps over k of each, and (compiled in) their number, the programs that share the leaves of a
+    tile, and whether x is the right operand."""
 
     steps: Any
     count: Any
+    parts: Any = fixed(1)
+    is_turned: Any = fixed(False)
+
+
+class Tile(NamedTuple):
+    """How a product is computed: sizes of tiles, programs that share the leaves of one, and the place of x.
+
+    parts > 1: each program stores a sum of its own, [parts, m, n], which the next launch adds up by the tree.
+    """
+
+    blocks: Blocks
+    parts: int = 1
+    is_turned: bool = False
 
 
 def choose_blocks(
@@ -83,6 +102,33 @@ def choose_blocks(
     return blocks._replace(num_stages=max(2, min(6, most // (stage * blocks.k))))
 
 
+def choose_tile(
+    m: int, n: int, leaf: int, leaves: int, itemsize: int, processors: int, *, takes_parts: bool, shared: int
+) -> Tile:
+    """The tile of a product [m, n] with so many leaves of `leaf` numbers. takes_parts: whether there may be parts."""
+    if not processors or m > FEW_ROWS:
+        blocks = choose_blocks(m, n, leaf, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
+        if blocks.n == 256:  # by TMA, two programs a multiprocessor are faster than a wider tile
+            blocks = blocks._replace(n=128, num_warps=4, num_stages=3)
+        # Of 8 leaves, registers do not hold all sums that wait in a tile; of 4 they do.
+        return Tile(blocks, 2 if takes_parts and processors and leaves == 8 else 1)
+    height, count, parts = max(16, triton.next_power_of_2(m)), divide_up(n, 64), 1
+    while takes_parts and parts < leaves and parts * count <= processors:
+        parts *= 2
+    width = 128 if divide_up(n, 128) >= processors else 64
+    # Measured on an H200 (the decision has times): alone on its multiprocessor, a program loads deep stages.
+    is_alone = parts * count <= processors
+    deep = min(max(_MIN_DEPTH, leaf & -leaf), (512 if is_alone and height <= 32 else 256) // itemsize)
+    room = shared - _BARRIER_BYTES
+    while 2 * (height + width) * deep * itemsize > room and deep > _MIN_DEPTH:
+        deep //= 2
+    stage, programs = (height + width) * deep * itemsize, 1 if is_alone else 3 if parts > 1 else 2
+    while programs > 1 and room // programs < 3 * stage:
+        programs -= 1
+    stages = max(2, min(_DEEPEST, room // programs // stage))
+    return Tile(Blocks(height, width, deep, 1, 4, stages, 0), parts, is_turned=True)
+
+
 def pad_leaves(x: Tensor, weight: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
     """x and weight with a whole number of the shortest steps in each leaf: themselves, or copies with zeros."""
     missing = -(x.shape[1] // leaves) % _MIN_DEPTH
@@ -93,14 +139,26 @@ def pad_leaves(x: Tensor, weight: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
 
 
 def multiply_leaves(
-    x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, blocks: Blocks | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
     """[m, n] of dtype: this rank's product, + bias."""
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+    x, weight = pad_leaves(x, weight, leaves)
+    return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False))
+
+
+def multiply_in_parts(x: Tensor, weight: Tensor, leaves: int, tile: Tile | None = None) -> Tensor:
+    """fp32 [parts, m, n]: sums of so many parts of the leaves, which the tree adds up: 1, 2, 4 or 8, by the sizes."""
+    x, weight = pad_leaves(x, weight, leaves)
+    tile = tile or _find_tile(x, weight, leaves, takes_parts=True)
+    return _multiply(x, weight, None, leaves, torch.float32, tile).view(tile.parts, x.shape[0], -1)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, tile: Tile) -> Tensor:
+    out = x.new_empty(tile.parts * x.shape[0], weight.shape[0], dtype=dtype)
     if out.numel():
         launch = _launches.setdefault(x.device, Launches())
         exchange = PacketExchange(0, 0, fixed("none"), fixed(0), fixed(False))
-        _launch(launch, None, exchange, x, weight, leaves, None, bias, out, blocks)
+        _launch(launch, None, exchange, x, weight, leaves, None, bias, out, tile)
     return out
 
 
@@ -132,17 +190,26 @@ def _send(
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     in_fours = weight.shape[0] % 4 == 0
     exchange = PacketExchange(rows, workspace.words(1, torch.int32), fixed(form), fixed(0), fixed(in_fours))
-    _launch(workspace.channel.launch, channel, exchange, x, weight, leaves, staging, None, None, None)
+    x, weight = pad_leaves(x, weight, leaves)
+    tile = _find_tile(x, weight, leaves, takes_parts=False)
+    _launch(workspace.channel.launch, channel, exchange, x, weight, leaves, staging, None, None, tile)
 
 
 _launches: dict[torch.device, Launches] = {}
 
 
+def _find_tile(x: Tensor, weight: Tensor, leaves: int, *, takes_parts: bool) -> Tile:
+    (m, k), n = x.shape, weight.shape[0]
+    return _choose_tile(m, n, k // leaves, leaves, x.element_size(), x.device, takes_parts)
+
+
 @lru_cache(maxsize=4096)
-def _find_blocks(m: int, n: int, k: int, leaves: int, itemsize: int, device: torch.device) -> Blocks:
+def _choose_tile(
+    m: int, n: int, leaf: int, leaves: int, itemsize: int, device: torch.device, takes_parts: bool
+) -> Tile:
     processors = count_processors(device.index) if device.type == "cuda" else 0
     shared = count_shared_bytes(device)
-    return choose_blocks(m, n, k // leaves, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
+    return choose_tile(m, n, leaf, leaves, itemsize, processors, takes_parts=takes_parts, shared=shared)
 
 
 def _launch(
@@ -155,17 +222,15 @@ def _launch(
     staging: Tensor | None,
     bias: Tensor | None,
     out: Tensor | None,
-    blocks: Blocks | None,
+    tile: Tile,
 ) -> None:
-    x, weight = pad_leaves(x, weight, leaves)
-    (m, k), n = x.shape, weight.shape[0]
-    blocks = blocks or _find_blocks(m, n, k, leaves, x.element_size(), x.device)
+    (m, k), n, blocks = x.shape, weight.shape[0], tile.blocks
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    tree = Leaves(k // leaves // blocks.k, fixed(leaves))
+    tree = Leaves(k // leaves // blocks.k, fixed(leaves // tile.parts), fixed(tile.parts), fixed(tile.is_turned))
     launch(
         sum_leaves,
-        (exchange.form.value, leaves, specialization_key(blocks, x, weight, gemm, bias, out)),
-        divide_up(m, blocks.m) * divide_up(n, blocks.n),
+        (exchange.form.value, leaves, specialization_key(tile, x, weight, gemm, bias, out)),
+        divide_up(m, blocks.m) * divide_up(n, blocks.n) * tile.parts,
         (channel, gemm, tree, exchange, a, b, staging, bias, out),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
@@ -177,25 +242,27 @@ def _launch(
 def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # type: ignore[no-untyped-def]
     """A tile of a @ b.T, by a tree over the leaves of k: stored with its bias, or sent ("push", "scatter").
 
+    Of several parts each program has some neighbouring leaves, and stores their sum: parts of a tile come one after
+    another, so that they run at one time.
     Signals: none but the packets, of fp32, to all ranks or to the rows' owner.
     Waits: none; the next launch of the call waits for the packets (`sum_and_normalize`), and ends the call.
     Failure: packets are sent only while no wait of this process has failed.
     Reuse: two slots, by the call's number: see `call_slot`.
     """
     row_tiles = tl.cdiv(gemm.m, gemm.block_m)
-    row_tile, column_tile = order_tiles(tl.program_id(0), row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    index = tl.program_id(0) // leaves.parts
+    part = tl.program_id(0) % leaves.parts
+    row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
     row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-    if leaves.count == 1:
-        total = multiply_tile(gemm, a, b, row, column, 0)
-    else:
-        total = _multiply_tree(gemm, leaves, a, b, row, column)
+    total = _multiply_tree(gemm, leaves, a, b, row, column, part * (leaves.steps * leaves.count))
     if exchange.form == "none":
         if bias is not None:
             total += load_bias(bias, column, gemm.n, gemm.block_n)
         rows = (row + tl.arange(0, gemm.block_m))[:, None]
         columns = (column + tl.arange(0, gemm.block_n))[None, :]
         mask = (rows < gemm.m) & (columns < gemm.n)
-        tl.store(out + rows.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=mask)
+        place = (part * gemm.m + rows).to(tl.int64) * gemm.n + columns
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
     else:
         slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
         publishes = tiles.may_publish(channel)
@@ -203,22 +270,25 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
 
 
 @triton.jit
-def _multiply_tree(gemm, leaves, a, b, row, column):  # type: ignore[no-untyped-def]
+def _multiply_tree(gemm, leaves, a, b, row, column, begin):  # type: ignore[no-untyped-def]
     """fp32 [block_m, block_n]: each leaf's sum, added to its neighbour's, and so on; one loop, so that loads go on.
 
-    first, second, third: sums of 1, 2 and 4 leaves that wait for their neighbours.
+    begin: the first step over k. one, two, four: sums of so many leaves that wait for their neighbours.
     """
-    total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
-    first = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
-    second = first
-    third = first
+    if leaves.is_turned:
+        total = tl.zeros((gemm.block_n, gemm.block_m), tl.float32)
+    else:
+        total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+    one = total
+    two = total
+    four = total
     rows = tl.arange(0, gemm.block_m)[:, None]
     columns = tl.arange(0, gemm.block_n)[None, :]
     depth = tl.arange(0, gemm.block_k)
     k = gemm.k // gemm.grain * gemm.grain
     n = gemm.n // gemm.grain * gemm.grain if gemm.transposed else gemm.n
     for step in range(leaves.steps * leaves.count):
-        start = step * gemm.block_k
+        start = (begin + step) * gemm.block_k
         if gemm.by_tma:
             x = a.load([row, start])
             y = b.load([start, column]) if gemm.transposed else b.load([column, start]).T
@@ -231,11 +301,17 @@ def _multiply_tree(gemm, leaves, a, b, row, column):  # type: ignore[no-untyped-
             else:
                 right = b + tl.cast(column, tl.int64) * k + start
                 y = tl.load(right + (columns * k + depth[:, None]), mask=columns < gemm.n - column, other=0)
-        total = tl.dot(x, y, total, input_precision=gemm.precision)
-        if step % leaves.steps == leaves.steps - 1:
-            first, second, third = add_leaf(leaves, step // leaves.steps, total, first, second, third)
-            total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
-    return first
+        if leaves.is_turned:
+            total = tl.dot(y.T, x.T, total, input_precision=gemm.precision)
+        else:
+            total = tl.dot(x, y, total, input_precision=gemm.precision)
+        if leaves.count > 1:  # noqa: SIM102 - known when it is compiled
+            if step % leaves.steps == leaves.steps - 1:
+                one, two, four = add_leaf(leaves, step // leaves.steps, total, one, two, four)
+                total = tl.zeros(total.shape, tl.float32)
+    if leaves.count > 1:
+        total = one
+    return total.T if leaves.is_turned else total
 
 
 @triton.jit

@@ -116,8 +116,6 @@ def check_call(
     elif implementation == "kernel" and group is not None and gather_group is None and operator != "dispatch_few":
         name = _name_between_nodes(group, x.device)
     runs_kernels = not is_alone and _runs_kernels(operator, implementation, group, gather_group, x.device, name)
-    if runs_kernels and name and group is not None and x.is_cuda:
-        _refuse_between_nodes(operator, group, x.device)
     return RouteCall(num_experts, group, gather_group, max_rows, runs_kernels, wrap_collective, name)
 
 
@@ -133,17 +131,6 @@ def _name_between_nodes(group: dist.ProcessGroup, device: torch.device) -> str:
     """The schedule by which tokens go between nodes; "" in one, where kernels store them."""
     nodes = find_nodes(find_name(group), device)
     return name_between_nodes("dispatch_grouped_matmul", nodes) if nodes else ""
-
-
-@torch.compiler.disable
-def _refuse_between_nodes(operator: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """ValueError if the group's GPUs are on several nodes: there, products have had other numbers than in one node, in
-    the test of tests/gpu/test_puts.py; interpreted ranks have the same."""
-    if find_nodes(find_name(group), device):
-        raise ValueError(
-            f"{operator}: kernels that put experts' tokens between nodes are not right on GPUs yet: "
-            'implementation="library", without a schedule, will do'
-        )
 
 
 def _join(

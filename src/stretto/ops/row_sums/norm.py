@@ -35,7 +35,7 @@ class Norm(NamedTuple):
 
 
 class NormForm(NamedTuple):
-    """A norm and its tile as kernels take them, compiled in. rows, block: of a tile.
+    """A norm and its tile as kernels take them, compiled in. rows, block: of a tile. parts: of the total (`add_norm`).
 
     Constants: as arguments, fp64 would get them rounded to fp32.
     """
@@ -46,6 +46,7 @@ class NormForm(NamedTuple):
     is_exact: Any
     rows: Any
     block: Any
+    parts: Any
 
 
 class NormRows(NamedTuple):
@@ -156,7 +157,10 @@ def require_norm_operands(operator: str, x: Tensor, m: int, n: int, operands: No
 
 
 def add_norm(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:
-    """(norm of the new residual, the new residual): by one kernel on GPUs, and where kernels are interpreted."""
+    """(norm of the new residual, the new residual): by one kernel on GPUs, and where kernels are interpreted.
+
+    total: [m, n], or, of kernels alone, fp32 [parts, m, n], a power of two of them, which are added up by a tree.
+    """
     if not can_launch(total) or total.shape[-1] > MAX_COLUMNS:
         return add_and_normalize_by_torch(total, operands, norm)
     bias, residual, weight, norm_bias = operands
@@ -174,8 +178,9 @@ def _launch(total: Tensor | None, tensors: NormRows, norm: Norm) -> None:
     (rows, columns), device = tensors.residual.shape, tensors.residual.device
     height, block, num_warps = find_tile(columns)
     launch = _launches.setdefault(device, Launches())
-    key = norm, rows, columns, kind_of(total), *map(kind_of, tensors)
-    arguments = describe_norm(norm, height, block), tensors, total, rows, columns
+    parts = total.shape[0] if total is not None and total.dim() == 3 else 1
+    key = norm, rows, columns, parts, kind_of(total), *map(kind_of, tensors)
+    arguments = describe_norm(norm, height, block, parts), tensors, total, rows, columns
     options = {"num_warps": num_warps, "enable_fp_fusion": not norm.is_exact}
     launch(add_and_normalize, key, divide_up(rows, height), arguments, **options)
 
@@ -275,11 +280,22 @@ def add_and_normalize(form, tensors, total, rows, columns):  # type: ignore[no-u
     place = row * columns + column
     value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
     if total is not None:
-        sums = tl.load(total + place, mask=there, other=0.0).to(tl.float32)
+        sums = _add_parts(total + place, there, tl.cast(rows, tl.int64) * columns, form.parts)
         value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
         tl.store(tensors.added + place, value.to(dtype), mask=there)
     result = normalize_tile(form, value, there, tensors.weight, tensors.norm_bias, column, columns)
     tl.store(tensors.normed + place, result.to(dtype), mask=there)
+
+
+@triton.jit
+def _add_parts(total, there, stride, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of so many tiles, `stride` elements apart, by a binary tree: fp32."""
+    if PARTS == 1:
+        value = tl.load(total, mask=there, other=0.0).to(tl.float32)
+    else:
+        half: tl.constexpr = PARTS // 2
+        value = _add_parts(total, there, stride, half) + _add_parts(total + half * stride, there, stride, half)
+    return value
 
 
 @triton.jit
@@ -296,7 +312,7 @@ def find_tile(columns: int) -> tuple[int, int, int]:
     return max(1, 2048 // block), block, min(16, max(4, block // 512))
 
 
-def describe_norm(norm: Norm, rows: int, block: int) -> NormForm:
+def describe_norm(norm: Norm, rows: int, block: int, parts: int = 1) -> NormForm:
     """A norm as kernels take it."""
-    constants = norm.kind, float(norm.eps), float(norm.offset), norm.is_exact, rows, block
+    constants = norm.kind, float(norm.eps), float(norm.offset), norm.is_exact, rows, block, parts
     return NormForm(*map(fixed, constants))

@@ -22,7 +22,13 @@ from torch import Tensor
 from stretto.memory.copy_engine import find_handle
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import collective
-from stretto.parallel.comm.weight_gathering import GatheredWeight, GatherSource, WeightGatherer, WeightToGather
+from stretto.parallel.comm.weight_gathering import (
+    GatheredWeight,
+    GatherSource,
+    TableParts,
+    WeightGatherer,
+    WeightToGather,
+)
 from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.low_precision_weights import PlacedWeight
 
@@ -41,7 +47,8 @@ class _Place:
 
     version: of the shard that the last pass copied, None once an optimizer has written `own` since. scale: of it, in
     fp8. is_left: this pass has yet to copy it. awaited_on: the streams that have waited for this pass's rows. copy: of
-    a weight that is cast, `own` for an optimizer that writes it (`parallel.low_precision_weights`).
+    a weight that is cast, `own` for an optimizer that writes it (`parallel.low_precision_weights`). addresses: of a
+    table, which is not gathered: all ranks' parts; `whole` is this rank's then.
     """
 
     number: int
@@ -53,6 +60,7 @@ class _Place:
     is_left: bool = False
     awaited_on: set[int] = field(default_factory=set)
     copy: PlacedWeight | None = None
+    addresses: Tensor | None = None
 
     def note_write(self) -> None:
         """Own rows are about to be written."""
@@ -207,10 +215,22 @@ class CopyEngineAllGather:
             place.awaited_on.add(stream)
         return place.whole
 
+    def find_parts(self, key: object, version: Version | None) -> TableParts | None:
+        """The parts of a table; None where `take` would give None."""
+        place = self._places.get(key)
+        if place is None or place.addresses is None or in_backward():
+            return None
+        own = self.take(key, version, in_backward=False)
+        return None if own is None else TableParts(place.addresses, own)
+
     def version(self, key: object, whole: Tensor) -> Version | None:
         """The version of the shard that `whole` was gathered from, if the next pass overwrites `whole`; else None."""
         place = self._places.get(key)
         return place.version if place is not None and place.whole is whole else None
+
+    def is_table(self, key: object) -> bool:
+        """True if this is a table, whose rows stay where they are."""
+        return key in self._weights and self._weights[key].is_table
 
     def scale(self, key: object) -> Tensor | None:
         """The scale of a weight that was copied in fp8."""
@@ -227,7 +247,8 @@ class CopyEngineAllGather:
 
         for distance in range(1, channel.world_size):
             peer = (channel.rank - distance) % channel.world_size
-            rank_copy_data(place.there[peer], place.own)
+            if place.addresses is None:
+                rank_copy_data(place.there[peer], place.own)
             rank_notify(channel, channel.rank * len(self._places) + place.number, peer)
 
     def _prepare(self) -> "BlockChannel":
@@ -246,13 +267,17 @@ class CopyEngineAllGather:
         self._clear()  # before more is allocated
         world, rank = self.group.size(), self.group.rank()
         offsets, size = [], 0
-        for _, rows, shape, dtype in layout:
+        for key, rows, shape, dtype in layout:
             offsets.append(size)
-            num_bytes = -(-rows // world) * world * torch.Size(shape[1:]).numel() * dtype.itemsize
+            parts = 1 if self._weights[key].is_table else world
+            num_bytes = -(-rows // world) * parts * torch.Size(shape[1:]).numel() * dtype.itemsize
             size += -(-num_bytes // 128) * 128
         channel = BlockChannel.allocate(self.group, channels=world * len(layout), data_bytes=size, backend=self.backend)
         for number, ((key, rows, shape, dtype), offset) in enumerate(zip(layout, offsets, strict=True)):
             chunk = -(-rows // world)
+            if self._weights[key].is_table:
+                self._places[key] = _place_table(channel, number, (chunk, *shape[1:]), shape[0], dtype, offset)
+                continue
             padded, mine = (chunk * world, *shape[1:]), slice(rank * chunk, rank * chunk + shape[0])
             # `.data`: a separate tensor for autograd, or a write to one weight would count as a write to all of them.
             whole = channel.tensor(padded, dtype, offset=offset).data
@@ -299,9 +324,9 @@ class CopyEngineGatherer(WeightGatherer):
         self.others = others
 
     def register(self, key: object, weight: GatherSource, *, may_keep: bool) -> None:
-        """Gather this weight from now on, by copy engines if it is one weight that may be kept."""
+        """Gather this weight from now on, by copy engines if it is one weight that may be kept, or a table."""
         self.others.register(key, weight, may_keep=may_keep)
-        if may_keep and isinstance(weight, WeightToGather):
+        if isinstance(weight, WeightToGather) and (may_keep or weight.is_table):
             self.copies.register(key, weight)
 
     def begin_forward(self) -> None:
@@ -319,10 +344,14 @@ class CopyEngineGatherer(WeightGatherer):
     def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """The rows that copy engines have gathered in this pass, or else those that `others` gathers now."""
         version = version_of(parameter) if isinstance(parameter, Tensor) else None
-        whole = self.copies.take(key, version, in_backward=in_backward())
+        whole = None if self.copies.is_table(key) else self.copies.take(key, version, in_backward=in_backward())
         if whole is None:
             return self.others.gather(key, parameter)
         return GatheredWeight(whole, self.copies.version(key, whole), self.copies.scale(key))
+
+    def find_parts(self, key: object, parameter: Tensor) -> TableParts | None:
+        """The parts of a table, which all ranks have cast in this pass."""
+        return self.copies.find_parts(key, version_of(parameter))
 
     def begin_step(self) -> None:
         """Copy weights in one pass of the step only."""
@@ -345,6 +374,17 @@ class CopyEngineGatherer(WeightGatherer):
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return self.copies.was_overwritten(key, version)
+
+
+def _place_table(
+    channel: "BlockChannel", number: int, shape: tuple[int, ...], rows: int, dtype: torch.dtype, offset: int
+) -> _Place:
+    """The place of a table's part, [rows, ...] of `shape`, which is at the same offset on all ranks."""
+    from stretto.ops.embedding.move_rows import find_addresses
+
+    parts = [channel.tensor(shape, dtype, offset=offset, rank=rank) for rank in range(channel.world_size)]
+    own = channel.tensor(shape, dtype, offset=offset).data[:rows]
+    return _Place(number, own, own, {}, addresses=find_addresses(parts, own.device))
 
 
 def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":

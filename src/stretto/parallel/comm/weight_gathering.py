@@ -56,7 +56,7 @@ class WeightToGather:
 
     dtype None: the parameter's own. Of experts' weights, group: over which they are gathered, if not over the
     gatherer's; dim: 1 if these are rows of dim 1, which comes first in what is gathered. scaling: of a weight that is
-    gathered in fp8.
+    gathered in fp8. is_table: each rank looks up a few rows, which may be read where they are (`find_parts`).
     """
 
     parameter: Tensor
@@ -65,6 +65,7 @@ class WeightToGather:
     group: dist.ProcessGroup | None = None
     dim: int = 0
     scaling: "WeightScaling | None" = None
+    is_table: bool = False
 
     @property
     def sent_dtype(self) -> torch.dtype | None:
@@ -143,6 +144,17 @@ class WeightGatherer(ABC):
     def was_overwritten(self, key: object, version: Version | None) -> bool:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return False
+
+    def find_parts(self, key: object, parameter: Tensor) -> "TableParts | None":
+        """The parts of a table, for this forward pass to look rows up where they are; None: it is to be gathered."""
+        return None
+
+
+class TableParts(NamedTuple):
+    """A table's parts: the ranks' addresses, int64 [ranks] on the device, and this rank's [rows, columns]."""
+
+    addresses: Tensor
+    own: Tensor
 
 
 @dataclass(frozen=True)
@@ -223,6 +235,7 @@ class WeightPrefetcher(WeightGatherer):
         """Compare that all ranks end here, and drop what was gathered ahead: it may be changed before its use, by fused
         optimizers without a new version."""
         if not in_backward():
+            self._forward.began_alike &= self._forward.position > 0  # else others have gathered all of it
             self._forward.drop()
             self.ranks.end()
 
@@ -327,6 +340,10 @@ class StepGatherer(WeightGatherer):
         if known is None or known[0] != version:
             known = self._held[key] = (version, make())
         return known[1]
+
+    def find_parts(self, key: object, parameter: Tensor) -> TableParts | None:
+        """The parts of a table, of which nothing is kept."""
+        return self.inner.find_parts(key, parameter)
 
     def begin_step(self) -> None:
         """Keep from now on what is gathered."""

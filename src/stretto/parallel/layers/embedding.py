@@ -30,11 +30,20 @@ class _VocabularyLookup(torch.autograd.Function):
         group: Any,
         tokens: TokenShards | None,
     ) -> Tensor:
-        rows = weight.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
+        parts = weight.find_parts(parameter)
+        if parts is not None:
+            from stretto.ops.embedding.move_rows import (
+                look_up_rows,  # here: Triton may be missing where there are no GPUs
+            )
+
+            found = look_up_rows(ids, parts.addresses, first_row, weight.rows, parts.own)
+        else:
+            rows = weight.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
         ids = ids - first_row
         is_elsewhere = (ids < 0) | (ids >= weight.rows)
         ids = ids.masked_fill(is_elsewhere, 0)
-        found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
+        if parts is None:
+            found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
         ctx.weight, ctx.padding_row, ctx.parameter, ctx.tokens = weight, padding_row, parameter, tokens
         ctx.save_for_backward(ids, is_elsewhere)
         return all_reduce(found, group) if tokens is None else tokens.scatter_sum(found)

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from stretto.parallel.comm.collectives import Pending, start_scatter_narrow_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.weight_gathering import GatheredWeight, StepGatherer, WeightGatherer, WeightToGather
+from stretto.parallel.comm.weight_gathering import (
+    GatheredWeight,
+    StepGatherer,
+    TableParts,
+    WeightGatherer,
+    WeightToGather,
+)
 from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.low_precision_weights import cast, keep_copy
 from stretto.parallel.precision import Precision
@@ -71,13 +77,19 @@ class WeightShard:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return self.gatherer.was_overwritten(self, version)
 
-    def watch(self, parameter: nn.Parameter, *, may_keep: bool) -> None:
-        """Gather this parameter from now on. may_keep: its whole rows may be kept for as long as the model lives."""
+    def find_parts(self, parameter: Tensor) -> TableParts | None:
+        """The parts of a table, to look up rows where they are; None: gather it."""
+        return self.gatherer.find_parts(self, parameter) if self.group.size() > 1 else None
+
+    def watch(self, parameter: nn.Parameter, *, may_keep: bool, is_table: bool = False) -> None:
+        """Gather this parameter from now on. may_keep: its whole rows may be kept for as long as the model lives.
+        is_table: rows are looked up (`find_parts`)."""
         if may_keep and self.group.size() == 1:
             keep_copy(parameter, self.precision.compute)
         if self.ring is not None:
             self.ring.register(self.rows, local(parameter).shape[1:].numel())
-        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group, self.dim, self.scaling)
+        how = self.dim, self.scaling, is_table
+        weight = WeightToGather(parameter, self.rows, self.precision.compute, self.group, *how)
         self.gradients.sharded[parameter] = weight
         self.gatherer.register(self, weight, may_keep=may_keep and self.group.size() > 1)
 

@@ -166,7 +166,8 @@ def _launch_product(
     sizes = out.shape[0], weight.shape[1] // (2 if epilogue == "gate" else 1), depth, experts, group_rows
     if arrivals is not None and tokens is not None:
         order = arrivals.order(tokens, offsets, m)
-        operands = order.experts, order.ends, offsets.new_zeros(1), source, tokens, described, offsets, *results
+        count = order.ends[-1:]  # of the farthest rank's: between nodes the channel has fewer ranks
+        operands = order.experts, count, offsets.new_zeros(1), source, tokens, described, offsets, *results
         constants = m, n, k, is_transposed, epilogue, *arrivals.constants
         arguments = arrivals.channel, arrivals.counters, order.mapping, *operands, *sizes, *constants
         key = *map(tiles.kind_of, (arrivals.counters, *operands, *sizes)), *constants, num_warps, num_stages
@@ -265,22 +266,23 @@ def multiply_groups(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["n", "experts", "group_rows"])
 def multiply_groups_in_order(  # type: ignore[no-untyped-def]
-    channel, counters, mapping, tile_experts, ends, claims, rows, tokens, weight, offsets, out, out_tiles, inner,
+    channel, counters, mapping, tile_experts, count, claims, rows, tokens, weight, offsets, out, out_tiles, inner,
     activated, factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
     """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
 
-    mapping, tile_experts, ends: of the order, of tiles of BLOCK_M rows. rows: a tensor, gathered by tokens. claims:
-    int32 [1], 0 before the first of the launches that divide the work. counters, CHANNELS, LANES: of `await_channels`.
+    mapping, tile_experts: of the order, of tiles of BLOCK_M rows. count: int32 [1], how many tiles there are. rows: a
+    tensor, gathered by tokens. claims: int32 [1], 0 before the first of the launches that divide the work. counters,
+    CHANNELS, LANES: of `await_channels`.
     Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). Programs claim them, so that those
     which start later, on multiprocessors that the exchange has left, do fewer.
     Waits: for the channels that signal a tile's rows, before its loads, until all rows of all sources have arrived. The
     exchange that sends them needs no place that a waiting program has: see `Arrivals.run`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
-    row_tiles = tl.load(ends + channel.world - 1)
+    row_tiles = tl.load(count)
     results = out, out_tiles, inner, activated, factors, products
     sizes = n, columns, k
     ready = row_tiles * 0
