@@ -10,9 +10,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
+from stretto.ops.attention.choice import AttentionProblem, predict
+from stretto.ops.prediction import Speeds
 from stretto.report.pipeline import plot_pipeline
 from stretto.report.run import read_run
 from stretto.report.style import (
@@ -387,6 +390,44 @@ def draw_sparse(path: Path) -> None:
         picture.caption = "f is 1 - sparsity. Dots: as much as dense state takes."
 
 
+def draw_long_context(path: Path) -> None:
+    """Bytes and predicted time of attention over context, over the sequence's length."""
+    ways = (("all_gather", "gather", SKY, "-"), ("ring", "ring", ORANGE, "--"), ("ulysses", "Ulysses", GREEN, "-."))
+    lengths = [4096 << number for number in range(10)]
+    calls = [
+        AttentionProblem(1, 32, 8, length // 8, 128, 128, torch.bfloat16, True, None, False, 8) for length in lengths
+    ]
+    ticks = {"xticks": lengths[1::2], "xticklabels": [f"{length >> 10}k" for length in lengths[1::2]]}
+    with drawing(path, 10, 3.2) as picture:
+        sent, *times = picture.panels(1, 3)[0]
+        for part, label, (colour, style) in (
+            (0.75 * 7 * 2 * 8, "gather", (SKY, "-")),
+            (7 / 8 * 2 * (32 + 8), "Ulysses", (GREEN, "-.")),
+        ):
+            sizes = [length / 8 * part * 128 * 2 / 1e6 for length in lengths]
+            sent.plot(lengths, sizes, label=label, color=colour, linestyle=style)
+        sent.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="MB that a rank sends", **ticks)
+        for panel, link in zip(times, (450e9, 50e9), strict=True):
+            speeds = Speeds(132 * 1980e6 * 4096, 2 * 3201e6 * 6144 / 8, link)
+            alone = [predict(call, "all_gather", speeds._replace(link=1e30, memory=1e30)) for call in calls]
+            for way, label, colour, style in ways:
+                over = [
+                    100 * (predict(call, way, speeds) / least - 1) for call, least in zip(calls, alone, strict=True)
+                ]
+                panel.plot(lengths, over, label=label, color=colour, linestyle=style)
+            panel.set(
+                xscale="log",
+                ylim=(0, 100),
+                xlabel="tokens of the sequence",
+                title=f"{link / 1e9:.0f} GB/s a GPU",
+                **ticks,
+            )
+            panel.set(ylabel="% over an eighth of one GPU's time")
+        picture.title = "A layer's attention forward: 8 ranks, 32 heads, 8 KV heads of 128, bf16, causal, zig-zag"
+        picture.caption = "Times are predicted for H200, as calls choose by them. A ring sends as much as a gather, "
+        picture.caption += "which holds 4 GiB of keys at 1024k."
+
+
 def draw_timeline(path: Path) -> None:
     """The timeline of a run on CPU processes, from timeline.json."""
     content = json.loads((FOLDER / "timeline.json").read_text())
@@ -459,6 +500,7 @@ def main() -> None:
     draw_channels(FOLDER / "channels.png")
     draw_memory(FOLDER / "memory.png")
     draw_sparse(FOLDER / "sparse.png")
+    draw_long_context(FOLDER / "long-context.png")
     draw_timeline(FOLDER / "timeline.png")
     draw_schedules(FOLDER / "collectives")
     draw_pipelines(FOLDER / "pipelines")

@@ -55,7 +55,7 @@ def write_a_summary(path: Path) -> None:
 
 
 def write_a_ledger(path: Path) -> None:
-    from stretto.stress.ledger import Ledger
+    from tests.stress.harness.ledger import Ledger
 
     path.unlink()
     ledger = Ledger(path)

@@ -218,7 +218,6 @@ OF_OBJECTS |= {"send_object_list", "recv_object_list"}
 # Of a process that this one has started itself, and of torch's own files, by an unpickler that makes no other classes.
 UNPICKLE = {
     "collectives/executor/processes.py",
-    "stress/worker_pool.py",
     "train/checkpoint/storage.py",
     "train/checkpoint/torch_format.py",
 }

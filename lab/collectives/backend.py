@@ -21,10 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.harness import Bench, Measured, column
-from lab.shared_gpus import shared_where_few
 from stretto.bench.collectives.peers import CollectiveBuffers, nccl_run
 from stretto.bench.collectives.settings import COLLECTIVES
-from stretto.bench.harness import run_ranks
+from stretto.bench.harness import run_ranks, shared_where_few
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
 from stretto.bench.settings import LargestBytes, Needs, Option, Ranks, Step, list_sizes, require_known
 from stretto.cluster.detection import count_gpus

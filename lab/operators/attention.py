@@ -33,6 +33,7 @@ from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.ops.attention import list_chunks
+from stretto.ops.attention.plan import Mask, count_rows, make_plan
 from stretto.parallel import Grid
 from stretto.planner.compute import Device
 
@@ -86,6 +87,9 @@ class Row:
     gain: float | None = column("best peer / best of Stretto", "{:.2f}")
     predicted: float | None = column("predicted (ms)", "{:.3f}")
     difference: float | None = column("largest difference", "{:.0e}")
+    balance: str | None = column(
+        "largest work / mean, and MB of keys of the rank that receives most: cut by work; zig-zag"
+    )
     failed: str | None = column("failed")
 
 
@@ -184,9 +188,27 @@ class _Attention:
         over = times["all_gather"] / times["alone"] - 1
         hidden = 1 - (times["all_gather"] - times["alone"]) / times["exchange"]
         gain = min(peers) / min(times[name] for name in OURS) if peers else None
+        cuts = {layout: self._describe(layout) for layout in ("balanced", "zigzag") if self.documents is not None}
+        balance = "; ".join(f"{work:.2f}, {received:.1f}" for work, received in cuts.values()) or None
         return times | {
-            "over": over, "hidden": hidden, "gain": gain, "difference": difference, "failed": "; ".join(failed) or None
+            "balance": balance, "over": over, "hidden": hidden, "gain": gain, "difference": difference,
+            "failed": "; ".join(failed) or None,
         }  # fmt: skip
+
+    def _describe(self, layout: str) -> tuple[float, float]:
+        """Of a cut: the most scores of a rank over the mean, and MB of keys and values that come to one at most."""
+        assert self.documents is not None
+        starts, mask, length = torch.tensor(self.documents), Mask(True, None, self.documents), self.whole[0].shape[2]
+        scores, rows = [], []
+        for rank in range(self.ranks):
+            chunks = list_chunks(layout, rank, self.ranks, length // self.ranks, self.documents)
+            places = torch.cat([torch.arange(*each) for each in chunks])
+            document = torch.searchsorted(starts, places, right=True) - 1
+            scores.append(int((places - starts[document] + 1).sum()))
+            steps = make_plan(layout, rank, self.ranks, length // self.ranks, mask, "all_gather").steps
+            rows.append(sum(count_rows(part) for step in steps for parts in step.receives for part in parts))
+        row_bytes = 2 * self.whole[1].shape[1] * self.whole[1].shape[3] * self.whole[1].element_size()
+        return max(scores) * self.ranks / sum(scores), max(rows) * row_bytes / 1e6
 
     def _prepare(self, way: Callable[..., Tensor], operands: list[Tensor], backward: bool) -> Callable[[], Tensor]:
         """The call to time: of the way, or of its gradients; q's is returned."""

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,22 @@ attend_here: Callable[..., Tensor] = partial(scaled_dot_product_attention, enabl
 _gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """The backward passes of torch's collectives take no other gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.contiguous()
+
+
 def by_gathering(group: dist.ProcessGroup, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """All keys and values, then attention: where causal, once for each of two zig-zag chunks, to the keys before it."""
     rows, ranks, rank = torch.cat((k, v), -1).permute(2, 0, 1, 3).contiguous(), group.size(), group.rank()
-    gathered = _gather(rows, 0, group).permute(1, 2, 0, 3)
+    gathered = _ContiguousGradient.apply(_gather(rows, 0, group)).permute(1, 2, 0, 3)
     if not causal:
         return attend_here(q, *gathered.chunk(2, -1))
     half = k.shape[2] // 2
@@ -42,8 +55,8 @@ def by_ulysses(group: dist.ProcessGroup, causal: bool, q: Tensor, k: Tensor, v: 
 
     def exchange(parts: Tensor) -> Tensor:
         came = collectives.all_to_all_single_autograd(parts.contiguous(), [1] * ranks, [1] * ranks, group)
-        came.register_hook(Tensor.contiguous) if came.requires_grad else None  # its backward takes no other gradient
-        return came
+        found: Tensor = _ContiguousGradient.apply(came)
+        return found
 
     heads = (each.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for each in (q, k, v))
     whole = (exchange(each).flatten(0, 1).permute(1, 2, 0, 3) for each in heads)

@@ -29,9 +29,8 @@ from lab.planning.layout_file import (
     read_layouts,
     shrink,
 )
-from lab.shared_gpus import shared_where_few
 from stretto.axes import OUTER_TO_INNER
-from stretto.bench.harness import TORCH_DTYPES, run_ranks
+from stretto.bench.harness import TORCH_DTYPES, run_ranks, shared_where_few
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp
 from stretto.bench.training.runs import Step, Stepped, TrainingRun, measure
 from stretto.bench.training.settings import TrainingWorkload

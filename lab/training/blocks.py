@@ -19,8 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from lab.harness import Bench, column
-from lab.shared_gpus import shared_where_few
-from stretto.bench.harness import run_ranks
+from stretto.bench.harness import run_ranks, shared_where_few
 from stretto.bench.settings import Needs, Option, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
 from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun, measure

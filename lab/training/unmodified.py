@@ -4,6 +4,7 @@
 All runs train one model from the same weights on the same tokens, in bf16 with fp32 weights and fp32 reduction, and
 with gradients clipped at norm 1. Torch's are FSDP2 (fused AdamW, one collective for the norm), tensor parallelism by
 DTensor with sharded sequences and with async-TP (TileLink's figure 11), both together, and on one GPU plain PyTorch.
+With `--context`, for long sequences (`--seq-len 65536`), they are FSDP2 with torch's context parallelism.
 Attention and experts are transformers' fastest; experts are also divided among the ranks by NCCL's all-to-all, and
 some get more tokens than the others with `--routing skewed`. With `--cluster` Stretto's runs are only predicted, for a
 file that is committed before anything is measured. Rows are written as they come, in the order of rounds over all
@@ -58,6 +59,9 @@ class TransformersSetting:
     ] = ()
     routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
     with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
+    context: Annotated[
+        bool, Option("Only runs that cut sequences among ranks, and one that cuts activations by x.")
+    ] = False
     small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
     warm_up: WarmUp = 6  # the first steps of a layout with many exchanges are up to a sixth slower
@@ -95,7 +99,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
     assert ranks is not None
     for model, routing in itertools.product(setting.models, setting.routing):
         workload = _make_workload(model, setting, routing)
-        ways = list_ways(ranks, has_experts=has_experts(model))
+        ways = list_context_ways(ranks) if setting.context else list_ways(ranks, has_experts=has_experts(model))
         chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only, ways)}
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
@@ -122,7 +126,8 @@ def has_experts(model: str) -> bool:
 def _make_workload(model: str, setting: TransformersSetting, routing: str = "uniform") -> TransformerWorkload:
     known = TRANSFORMERS[model]
     seq_len = setting.seq_len or (32 if setting.small else known.seq_len)
-    batch = setting.batch or (setting.ranks or 1) * (2 if setting.small else max(1, 8192 // seq_len))
+    batch = 1 if setting.context else (setting.ranks or 1)
+    batch = setting.batch or batch * (2 if setting.small else max(1, 8192 // seq_len))
     batch *= 1 if setting.batch else setting.micro_batches
     layers = setting.layers or (2 if setting.small else known.layers)
     times = setting.warm_up, setting.repeats, setting.rounds
@@ -190,6 +195,22 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
         for grid in (*halves, {"x": ranks}):
             ways[f"{_name(grid)}, compiled"] = Way("stretto", grid=grid)
             ways[f"{_name(grid)}, sequence sharded, compiled"] = Way("stretto", grid=grid, options=_SHARDED)
+    return ways
+
+
+def list_context_ways(ranks: int) -> dict[str, Way]:
+    """The runs of `--context` by name, peers first; the last one cuts no sequences."""
+    ways: dict[str, Way] = {}
+    methods: dict[str, Literal["allgather", "alltoall"]] = {"gathering": "allgather", "ring": "alltoall"}
+    for text, method in methods.items():
+        name = f"FSDP2, torch's context parallelism, {text}"
+        ways |= {f"{name}, compiled": Way("torch", rotates=method), name: Way("torch", "", rotates=method)}
+    grids = [{"context": ranks}] + [{"context": 2, "x": ranks // 2}] * (ranks > 2 and ranks % 2 == 0)
+    for grid in grids:
+        options = _SHARDED if "x" in grid else {}
+        ways |= {f"{_name(grid)}, compiled": Way("stretto", grid=grid, options=options)}
+        ways |= {_name(grid): Way("stretto", "", grid=grid, options=options)}
+    ways[f"Stretto x={ranks}, sequence sharded, compiled"] = Way("stretto", grid={"x": ranks}, options=_SHARDED)
     return ways
 
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from lab.experts.peers import exchange_model
 from lab.experts.routing import route
 from lab.peers import MasterWeights
+from lab.training import context_peer
 from lab.training.families import TRANSFORMERS, make_transformer
 from lab.training.muon_peers import ShardedMuon, orthogonalize_exchanged, orthogonalize_gathered
 from stretto.axes import OUTER_TO_INNER
@@ -91,7 +92,8 @@ class Way:
     autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
     is_async: async-TP. exchanges: experts divided among all ranks, with NCCL's all-to-all. Stretto's: grid, options of
     `parallelize`; by_blocks: without roles. optimizer: of Muon, whether its exchange is hidden, or exposed; torch's
-    gathers matrices in turn, or exchanges them by groups. clips: gradients are clipped, and not only measured.
+    gathers matrices in turn, or exchanges them by groups. clips: gradients are clipped, and not only measured. rotates:
+    torch's context parallelism over all ranks, by this method.
     """
 
     kind: Literal["torch", "stretto"]
@@ -105,6 +107,7 @@ class Way:
     by_blocks: bool = False
     optimizer: OptimizerOfWay = "adamw"
     clips: bool = True
+    rotates: Literal["", "allgather", "alltoall"] = ""
     grid: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -192,9 +195,12 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
 
 def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
     mesh, tensors = groups.mesh(dist.get_world_size() // way.tensor, way.tensor), way.tensor > 1
-    tokens = workload.tokens(mesh["dp"].get_local_rank(), mesh["dp"].size(), groups.device)
+    parts = (0, 1) if way.rotates else (mesh["dp"].get_local_rank(), mesh["dp"].size())
+    tokens = workload.tokens(*parts, groups.device)
     with groups.device:
         model = workload.make()
+    if way.rotates:
+        context_peer.prepare(model)
     if way.precision == "masters":
         model.to(workload.dtype)
     blocks = _find_blocks(model)
@@ -233,6 +239,12 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
     def step() -> Stepped:
         total = torch.zeros((), device=tokens.device)
         for rows in tokens.chunk(workload.micro_batches):
+            if way.rotates:
+                with context_peer.cut_batch(rows, MASKED, mesh["dp"], way.rotates) as arguments:
+                    loss = model(**arguments, **cache).loss / workload.micro_batches
+                    loss.backward()
+                total += loss.detach()
+                continue
             with loss_parallel() if tensors else nullcontext():
                 with cast():
                     loss = measure_loss(rows) / workload.micro_batches

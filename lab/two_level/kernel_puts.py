@@ -78,8 +78,7 @@ def fill_slots(puts, data, peer, count):  # type: ignore[no-untyped-def]
 
 def measure_puts(setting: KernelPutsSetting) -> list[Row]:
     """Measure both transports."""
-    from lab.shared_gpus import shared_where_few
-    from stretto.bench.harness import run_ranks
+    from stretto.bench.harness import run_ranks, shared_where_few
 
     with shared_where_few(2):
         found: list[dict[str, Any]] = run_ranks(2, _measure, setting, trains=False)

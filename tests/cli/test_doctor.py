@@ -97,3 +97,34 @@ def test_a_preflight_measures_ranks_and_writes_nothing(monkeypatch: pytest.Monke
     assert report["faults"] == []
     assert report["seconds"] < 600
     assert not list(tmp_path.iterdir())
+
+
+def check_some_kernels() -> list[bool]:
+    from stretto.bench import kernel_check
+
+    calls = kernel_check.list_calls(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    ends = "scatter of (2, 512, 256) torch.float32 by kernel", "of 7 by direct-all-to-all LL"
+    names = [name for name in calls if name.endswith(ends)]
+    assert len(names) == 2, names
+
+    def draw(*shape: int) -> list[torch.Tensor]:
+        return list(torch.randint(-1, 2, (2, *shape), generator=generator).float())
+
+    return [torch.equal(*calls[name](draw)) for name in names]
+
+
+def check_broken_kernel() -> tuple[int, dict[str, int]]:
+    from stretto.bench import kernel_check
+
+    kernel_check.list_calls = lambda device: {"broken": lambda draw: (draw(3)[0], torch.full((3,), 7.0))}
+    report = kernel_check.check_rank(2, 0.0, 5)
+    return report.results, dict(report.wrong)
+
+
+def test_kernels_are_compared_with_results_known_to_the_bit(interpret) -> None:
+    assert all(map(all, interpret(2, check_some_kernels)))
+
+
+def test_kernels_with_wrong_results_are_named(interpret) -> None:
+    assert interpret(2, check_broken_kernel) == [(2, {"broken": 2})] * 2

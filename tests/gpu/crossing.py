@@ -47,11 +47,11 @@ from stretto import ops
 from stretto.memory import PeerError, SymmetricMemory, allocate, failures
 from stretto.memory.gpus import NCCL_BLOCKS, bound_blocks
 from stretto.ops.embedding.launch_config import LaunchConfig
-from stretto.stress.catalogue import Check, StressCase
-from stretto.stress.operators import OperatorCase, OperatorVariant
-from stretto.stress.team import Team, mix
 from stretto.tiles.intrinsics import now
 from tests.stress.embedding import EmbeddingCase, LookUp
+from tests.stress.harness.catalogue import Check, StressCase
+from tests.stress.harness.team import Team, mix
+from tests.stress.operators import OperatorCase, OperatorVariant
 
 RANKS = 4
 GROUPS = {"row": ((0, 1), (2, 3)), "column": ((0, 2), (1, 3))}

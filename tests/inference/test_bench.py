@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers of `stretto bench inference` compute what they should."""
+"""Peers of `python -m lab inference` compute what they should."""
 
 import pytest
 import torch
 from tests.inference.test_engine import continued, make, prompts
 
-from stretto.bench.gpt_fast import PlainDecoder
+from lab.gpt_fast import PlainDecoder
 
 
 @torch.no_grad()

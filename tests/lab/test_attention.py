@@ -15,6 +15,8 @@ def test_rows_have_stretto_and_public_ways(ranks):
     for row in (packed, packed_backward):
         assert row["difference"] < 2e-2
         assert row["zigzag"] > 0
+        balanced, zigzag = (float(cut.split(",")[0]) for cut in row["balance"].split("; "))
+        assert 1 <= balanced <= max(zigzag, 1.06)
     for row in rows:
         assert row.get("failed") is None
         assert row["difference"] < 2e-2  # of all ways

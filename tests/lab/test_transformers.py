@@ -4,6 +4,7 @@
 import itertools
 import json
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -13,14 +14,18 @@ import torch
 
 from lab.experts import ROUTINGS
 from lab.experts.routing import load_of
+from lab.training import context_peer
 from lab.training.unmodified import (
     BENCH,
     TransformersSetting,
     _keep,
     _make_workload,
+    list_context_ways,
     list_ways,
     measure_model,
 )
+from stretto import ops
+from stretto.parallel.context.cutting import cut_part
 
 pytest.importorskip("transformers")
 
@@ -44,6 +49,38 @@ def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     kept = json.loads((tmp_path / "kept.json").read_text())["rows"]
     assert [row["name"] for row in kept] == [*chosen, *without]
     assert [row.get("predicted_milliseconds") for row in kept[-3:]] == [1.0, None, None]
+
+
+@contextmanager
+def cut_in_place(mesh, buffers, buffer_seq_dims):
+    """Stands for torch's context parallelism, which has no kernel for CPUs."""
+    for buffer, dim in zip(buffers, buffer_seq_dims, strict=True):
+        part = cut_part(buffer.clone(), mesh.size(), mesh.get_local_rank(), "zigzag", dim)
+        buffer.resize_(part.shape).copy_(part)
+
+    def attend(query, key, value, is_causal, scale):
+        return ops.context_attention(
+            query, key, value, mesh.get_group(), causal=is_causal, layout="zigzag", scale=scale
+        )
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", attend):
+        yield
+
+
+def measure_context(*arguments):
+    with mock.patch.object(context_peer.experimental, "context_parallel", cut_in_place):
+        return measure_model(*arguments)
+
+
+@pytest.mark.long
+def test_sequences_that_ranks_cut_train_the_same_model(ranks):
+    setting = TransformersSetting(ranks=2, small=True, context=True, layers=1, warm_up=0, repeats=1, rounds=1)
+    ways = {name: replace(way, compiles="") for name, way in list_context_ways(2).items() if "compiled" in name}
+    assert len(ways) == 4  # gathering, a ring, context=2, x=2
+    rows = ranks(2).run(measure_context, _make_workload("llama-3.75b", setting), ways, 2, False, len)[0]
+    assert [row.get("error") for row in rows] == [None] * len(ways)
+    for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
+        assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
 
 
 def measure_without_torchao(*arguments):

@@ -73,6 +73,9 @@ def test_launches_that_triton_specializes_separately_have_different_keys() -> No
     numbers = [1, 2, 16, 1 << 32, (1 << 32) + 1, 1 << 63, True, False, None]
     assert len({kind_of(number) for number in numbers}) == len(numbers)
     assert kind_of(2) == kind_of(3)
+    words, halves = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
+    assert len({kind_of((words, 2)), kind_of((words, 1)), kind_of((halves, 2)), kind_of((words[1:], 2))}) == 4
+    assert kind_of((words, 2)) == kind_of((torch.ones(9), 3))
 
 
 def test_every_launch_states_whether_products_and_sums_are_fused() -> None:

@@ -545,7 +545,7 @@ def test_labels_of_a_pipeline_are_clear_of_each_other(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "name", ["grid", "context", "two_level", "put", "fused_kernel", "channels", "memory", "timeline"]
+    "name", ["grid", "context", "two_level", "put", "fused_kernel", "channels", "memory", "long_context", "timeline"]
 )
 def test_labels_of_the_docs_pictures_are_clear_of_each_other(tmp_path: Path, drawn: list[Figure], name: str) -> None:
     figures = runpy.run_path(str(ROOT / "docs" / "figures.py"), run_name="figures")

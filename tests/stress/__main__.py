@@ -10,21 +10,7 @@ import typer
 
 from stretto.cli.console import Json, fail, print_any_text, print_json, refusing_bad_input, reporting_faults
 from stretto.cluster.detection import count_gpus
-from stretto.stress.catalogue import CATALOGUES as SHIPPED
 
-CATALOGUES = (
-    *SHIPPED,
-    "tests.stress.primitives",
-    "tests.stress.embedding",
-    "tests.stress.copy_engines",
-    "tests.stress.optimizers",
-    "tests.stress.attention",
-    "tests.stress.exchange",
-    "tests.stress.tensor_parallel",
-    "tests.stress.experts",
-    "tests.stress.few_tokens",
-    "tests.stress.inference",
-)
 LATE_WARPS = "tests.stress.late_warps"
 FOUND = 1
 
@@ -68,16 +54,16 @@ def stress(
         if lists:
             _list(only, as_json=as_json)
             return
-        from stretto.stress.settings import StressSetting
+        from tests.stress.harness.settings import StressSetting
 
         if late_warps and not count_gpus():
             raise ValueError("warps are late on a GPU only, and torch finds none here")
         prepare = LATE_WARPS if late_warps else ""
         setting = StressSetting(
-            ranks, minutes, only, seed, results, resume, CATALOGUES, limit, None, stops, prepare, nodes
+            ranks, minutes, only, seed, results, resume, limit=limit, stops_at_first=stops, prepare=prepare, nodes=nodes
         )
 
-        from stretto.stress.run import stress as run
+        from tests.stress.harness.run import stress as run
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
         try:
@@ -112,9 +98,9 @@ def _print_to_stderr(line: str) -> None:
 
 
 def _list(only: str | None, *, as_json: bool) -> None:
-    from stretto.stress.catalogue import load_catalogue, select
+    from tests.stress.harness.catalogue import load_catalogue, select
 
-    found = select(load_catalogue(CATALOGUES), only)
+    found = select(load_catalogue(), only)
     if as_json:
         print_json({"configurations": [one.describe() for one in found.values()]})
         return

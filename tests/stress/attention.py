@@ -7,18 +7,23 @@ from functools import partial
 
 import torch
 from tests.ops.attention.whole import Case, see
+from tests.stress.harness.catalogue import Check, Configuration
+from tests.stress.harness.team import Team
+from tests.stress.operators import WorkspaceCase
 
 from stretto import ops
 from stretto.ops.attention import list_chunks
 from stretto.ops.joint.registry import name_schedule
-from stretto.stress.catalogue import Check, Configuration
-from stretto.stress.operators import WorkspaceCase
-from stretto.stress.team import Team
 
 ENTRIES = 4
 SIZE = 64
 _SHARP = 16.0  # a query's score of its own key is higher than all others by hundreds: their weights are 0
-_KERNELS = ("tiles.calls.begin_call", "tiles.signals.wait_for_all", "ops.attention.merge.merge_rows")
+_KERNELS = (
+    "tiles.calls.begin_call",
+    "tiles.signals.wait_for_all",
+    "ops.attention.merge.merge_rows",
+    "ops.attention.merge.add_rows",
+)
 
 
 class AttentionCase(WorkspaceCase):

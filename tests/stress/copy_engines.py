@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -15,8 +17,6 @@ from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.layout import ParameterLayout, Split, TensorOnGrid, version_of
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team
 
 FAMILY = "pushed weights"
 ENTRIES = 6

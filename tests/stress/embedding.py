@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 from tests.stress.exchange import compile_all_to_all
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team, is_exact
 from torch import Tensor
 
 from stretto import ops
@@ -23,8 +25,6 @@ from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import find_placement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.operator import list_kept
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team, is_exact
 
 FAMILY = "embedding"
 ENTRIES = 6

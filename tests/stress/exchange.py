@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration
+from tests.stress.harness.team import Team, is_exact
+from tests.stress.operators import WorkspaceCase
 from torch import Tensor
 
 from stretto.collectives import Schedule
@@ -13,9 +16,6 @@ from stretto.ops import moe
 from stretto.ops.moe.grouped.matmul import compute_product
 from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.places import find_places
-from stretto.stress.catalogue import Check, Configuration
-from stretto.stress.operators import WorkspaceCase
-from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
 K = 3

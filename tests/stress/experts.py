@@ -6,10 +6,9 @@ from itertools import pairwise
 from unittest import mock
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team
 from torch import Tensor
-
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team
 
 ENTRIES = 6
 K = 3

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team, is_exact
 from torch import Tensor
 
 from stretto.ops import moe
 from stretto.ops.moe import few_tokens
 from stretto.ops.operator import list_kept
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
 K = 3

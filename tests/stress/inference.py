@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 from tests.ops.decoding.sequences import Batch, make_batch
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team, is_exact
+from tests.stress.operators import WorkspaceCase, agree
 from torch import Tensor
 
 from stretto import ops
@@ -15,9 +18,6 @@ from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.invariant.grouped import multiply_groups
 from stretto.ops.rotary import rotate_halves
 from stretto.ops.row_sums.norm import Norm, normalize_by_torch
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.operators import WorkspaceCase, agree
-from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
 EPS = 2.0**-10

@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team
 from torch import Tensor
 
 from stretto.execution import StateOptions
@@ -11,8 +13,6 @@ from stretto.memory import failures
 from stretto.optim.sparse import BitmapIndex
 from stretto.optim.sparse.masks import pack
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team
 from stretto.train.bit_hash import multipliers
 from stretto.train.stored_optimizer import NoRanks, adamw_update, build_store
 

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 from tests.stress import tile_kernels as kernels
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team
 
 FAMILY = "tiles"
 BEGIN = "tiles.calls.begin_call"

@@ -4,8 +4,7 @@
 import time
 
 import torch
-
-from stretto.stress.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
 
 
 class FakeCase(StressCase):

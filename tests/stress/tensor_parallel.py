@@ -4,12 +4,12 @@
 from collections.abc import Sequence
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration
+from tests.stress.harness.team import Team, is_exact
+from tests.stress.operators import WorkspaceCase
 from torch import Tensor
 
 from stretto.ops import moe
-from stretto.stress.catalogue import Check, Configuration
-from stretto.stress.operators import WorkspaceCase
-from stretto.stress.team import Team, is_exact
 
 ENTRIES = 6
 EXPERTS = 5

@@ -20,17 +20,16 @@ from tests.mutations import mutations
 from tests.mutations.mutation_table import KINDS, MUTATIONS, Edit, Mutation
 from tests.mutations.mutations import Verdict, apply, write_table
 from tests.processes import shared_server
-from tests.stress.__main__ import CATALOGUES, app
+from tests.stress.__main__ import app
+from tests.stress.harness import run as stress_run
+from tests.stress.harness import worker
+from tests.stress.harness.catalogue import StressCase, load_catalogue, select
+from tests.stress.harness.ledger import Ledger
+from tests.stress.harness.run import StressSetting, stress
+from tests.stress.harness.team import mix
+from tests.stress.harness.worker import draw_entries
 from tests.stress.kernels import list_kernels
 from typer.testing import CliRunner
-
-from stretto.stress import run as stress_run
-from stretto.stress import worker
-from stretto.stress.catalogue import StressCase, load_catalogue, select
-from stretto.stress.ledger import Ledger
-from stretto.stress.run import StressSetting, stress
-from stretto.stress.team import mix
-from stretto.stress.worker import draw_entries
 
 pytestmark = pytest.mark.usefixtures("forks_interpreted_processes")
 
@@ -52,7 +51,7 @@ def run_fakes(only: str, **options: Any) -> tuple[stress_run.StressReport, list[
 
 @pytest.fixture(scope="module")
 def catalogue():
-    return load_catalogue(CATALOGUES)
+    return load_catalogue()
 
 
 @pytest.mark.long
@@ -220,7 +219,7 @@ def test_ranks_that_raise_or_hang_are_counted_and_replaced(tmp_path):
 
 def run_interpreted(only: str | None, results: int) -> stress_run.StressReport:
     """Real configurations, interpreted on two ranks, that must be right and launch the kernels that they name."""
-    report = stress(StressSetting(2, 20.0, only, results=results, catalogues=CATALOGUES))
+    report = stress(StressSetting(2, 20.0, only, results=results))
     assert report.is_clean, report.list_rows()
     for name, configuration in report.configurations.items():
         kernels = {kernel for kernel in configuration.kernels if not kernel.startswith("collectives.")}

@@ -136,8 +136,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     given = parser.parse_args()
 
-    from lab.shared_gpus import shared_where_few
-    from stretto.bench.harness import run_ranks
+    from stretto.bench.harness import run_ranks, shared_where_few
     from stretto.cluster.detection import machine_kind
 
     with tempfile.TemporaryDirectory(prefix="stretto-watching-") as folder, shared_where_few(given.ranks):

@@ -300,6 +300,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         )
         for name in names
     },
+    "ops.attention.merge.add_rows": lambda: Launch(*test_copies.launch_add()),
     "ops.attention.merge.merge_rows": lambda: Launch(*test_copies.launch_merge()),
     **{
         f"ops.moe.few_kernels.{kernel.__name__}": lambda kernel=kernel: Launch(*test_few_tokens.launch_few(kernel))

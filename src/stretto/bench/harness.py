@@ -10,7 +10,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,13 +25,15 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from stretto.atomic_files import write_atomically
-from stretto.cluster.detection import machine_kind
+from stretto.cluster.detection import count_gpus, machine_kind
 from stretto.launch import (
     allocator_environment,
+    changed_environment,
     loopback_environment,
     rank_variables,
 )
-from stretto.memory import allocated_bytes
+from stretto.memory import allocated_bytes, shared_gpus
+from stretto.memory.mps import has_mps, mps_daemon, share_for
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -123,6 +126,20 @@ def print_row(row: Mapping[str, Any]) -> None:
 def in_one_line(error: BaseException) -> str:
     """The first line of an error's message, for a cell of a table."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:400]
+
+
+@contextmanager
+def shared_where_few(ranks: int) -> Iterator[None]:
+    """Processes started within the block share the machine's GPUs if it has fewer than `ranks`, by MPS where it is
+    available. Does nothing on a machine without GPUs."""
+    gpus = count_gpus()
+    with ExitStack() as stack:
+        if gpus and ranks > gpus:
+            variables = {shared_gpus.SWITCH: "1", shared_gpus.OVERLAPPING: "1"}
+            if has_mps() and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+                variables |= stack.enter_context(mps_daemon(share_for(-(-ranks // gpus))))
+            stack.enter_context(changed_environment(variables))
+        yield
 
 
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:

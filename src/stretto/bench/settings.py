@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
 
-from stretto.execution import check_sparsity
-from stretto.huggingface.public_models import PUBLIC_MODELS
-from stretto.quantities import MAX_COUNT, MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB, require_least
+from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_LOCAL_RANKS, MAX_REPEATS, MAX_VOCAB
 from stretto.suggestions import name_known
 
 
@@ -114,32 +112,6 @@ def parse_number(text: str, what: str) -> int:
     return int(text)
 
 
-@dataclass(frozen=True)
-class SparseSetting:
-    """Sparsities, numbers of a weight, and widths of layers (Singh, figure 4.1: batch 576, 128^2 to 4096^2)."""
-
-    sparsities: Annotated[tuple[float, ...], Option("Parts that are pruned, with commas.")] = (0.5, 0.8, 0.9, 0.95)
-    numbers: Annotated[int, Option("Numbers of the weight that is compressed.", least=1, most=MAX_COUNT)] = 1 << 28
-    widths: Annotated[tuple[int, ...], Option("Inputs and outputs of the layers, with commas.")] = (
-        128,
-        256,
-        512,
-        1024,
-        2048,
-        4096,
-    )
-    batch: Annotated[int, Option("Rows of the layers' inputs.", least=1, most=MAX_COUNT)] = 576
-    variants: Annotated[bool, Option("Time the bitmap's kernels in all variants, and nothing else.")] = False
-    cpu: Annotated[bool, Option("Try it on the CPU, with small --numbers and --widths.", "--cpu")] = False
-    repeats: Repeats = 20
-    rounds: Rounds = 5
-
-    def __post_init__(self) -> None:
-        for sparsity in self.sparsities:
-            check_sparsity(sparsity)
-        require_least(1, repeats=self.repeats, rounds=self.rounds)
-
-
 PROXIES = ("native", "python")
 
 
@@ -164,30 +136,3 @@ class NetworkSetting:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of puts."""
         return list_sizes(self.smallest, self.largest, self.step)
-
-
-@dataclass(frozen=True)
-class InferenceSetting:
-    """Settings of `stretto bench inference`.
-
-    The model has random weights. A batch decodes with `context` tokens in each request's cache at first; prompts run by
-    themselves. Raises ValueError for an unknown model, and for numbers that are not positive.
-    """
-
-    model: Annotated[str, Option("A public model, with random weights.")] = "llama-3-8b"
-    layers: Layers = None
-    batches: Annotated[tuple[int, ...], Option("Requests that decode at a time, with commas.")] = (1, 8, 64)
-    context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
-    prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
-    new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
-    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate, batch, gpt-fast.")] = ()
-    invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
-        False
-    )
-    rounds: Rounds = 3
-
-    def __post_init__(self) -> None:
-        if self.model not in PUBLIC_MODELS:
-            raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
-        require_known("peer", self.skip, ("generate", "batch", "gpt-fast"))
-        require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))

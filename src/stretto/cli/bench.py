@@ -6,13 +6,13 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.bench.settings import InferenceSetting, Needs, NetworkSetting, SparseSetting
+from stretto.bench.settings import Needs, NetworkSetting
 from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesSetting
     from stretto.bench.embedding.settings import EmbeddingSetting
-    from stretto.bench.operators.settings import DecodingSetting, OperatorsSetting
+    from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
 benches = BenchApp(
@@ -70,33 +70,9 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     return bench_operators(ranks, out, setting)
 
 
-@benches.command("sparse", "stretto.bench.settings", needs=Needs.ONE_GPU)
-def sparse(setting: SparseSetting, out: Path) -> Any:
-    """Compress and expand of pruned weights beside a copy, and layers by cuBLAS and cuSPARSE."""
-    from stretto.bench.sparse_weights import bench_sparse
-
-    return bench_sparse(out, setting)
-
-
 @benches.command("network", "stretto.bench.settings")
 def network(setting: NetworkSetting, out: Path) -> Any:
     """Puts between two declared nodes of this machine, compared with plain sockets: rates, latency, an idle proxy."""
     from stretto.bench.network import bench_network
 
     return bench_network(out, setting)
-
-
-@benches.command("decoding", "stretto.bench.operators.settings", needs=Needs.RANKS, count=benches.count_ranks)
-def decoding(ranks: int, setting: DecodingSetting, out: Path) -> Any:
-    """Attention to a paged cache, and products with their sum and norm, compared with torch's and the backend's."""
-    from stretto.bench.operators.decoding import bench_decoding
-
-    return bench_decoding(ranks, out, setting)
-
-
-@benches.command("inference", "stretto.bench.settings", needs=Needs.RANKS, count=benches.count_ranks)
-def inference(ranks: int, setting: InferenceSetting, out: Path) -> Any:
-    """Tokens a second and time to the first token of an engine, compared with transformers' generate."""
-    from stretto.bench.inference import bench_inference
-
-    return bench_inference(ranks, out, setting)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+from stretto.quantities import require_least
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -74,30 +75,26 @@ def doctor(
 
 
 def _check_kernels(ranks: int, *, as_json: bool) -> None:
-    """Call the kernels of collectives and operators in every configuration, with results known to the bit."""
+    """Call the kernels of collectives and operators, with results known to the bit."""
     with refusing_bad_input(as_json=as_json):
-        from stretto.stress.settings import StressSetting
+        require_least(2, ranks=ranks)
 
-        setting = StressSetting(ranks, minutes=0.5)
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        from stretto.stress.run import stress
+    from stretto.bench.kernel_check import check_kernels
 
-        try:
-            report = stress(setting, lambda line: print(line, file=sys.stderr, flush=True))
-        except RuntimeError as error:
-            raise fail(str(error), 1, as_json=as_json) from error
-    counts = {what: report.count(what) for what in ("wrong", "raised", "hung")}
+    try:
+        report = check_kernels(ranks, seconds=30.0)
+    except ChildFailedError as error:
+        raise fail("a rank failed, as its traceback says", 1, as_json=as_json) from error
     if as_json:
-        print_json(
-            {"seed": report.seed, "ranks": report.ranks, "device": report.device, "results": report.results, **counts}
-        )
+        print_json(asdict(report))
     else:
-        for name, account in report.accounts.items():
-            for finding in account.findings:
-                print(f"{name}: {finding}")
-        found = ", ".join(f"{count:,} {what}" for what, count in counts.items())
-        print(f"{report.results:,} results on {report.ranks} ranks ({report.device}), seed {report.seed}: {found}")
-    if not report.is_clean:
+        for name, count in report.wrong.items():
+            print(f"{name}: {count:,} wrong")
+        counts = f"{report.results:,} results on {report.ranks} ranks ({report.device})"
+        print(f"{counts}, seed {report.seed}: {sum(report.wrong.values()):,} wrong")
+    if report.wrong:
         raise typer.Exit(1)
 
 

@@ -116,7 +116,7 @@ class _MatrixParameter(NamedTuple):
         return (*self.shape[:-2], *self.shape[:-3:-1]) if self.is_transposed else self.shape
 
 
-class _Update(NamedTuple):
+class _MatrixWrite(NamedTuple):
     """The way in which a step writes a parameter of matrices."""
 
     matrix: _MatrixParameter
@@ -124,7 +124,7 @@ class _Update(NamedTuple):
     weight_decay: float
 
 
-class _Overlap(NamedTuple):
+class _OverlapState(NamedTuple):
     """The state of `Muon.overlap_with`. parameters: the model's, of all matrices. group, stream: of exchanges."""
 
     exchange: BackwardExchange
@@ -183,7 +183,7 @@ class Muon(AdamW):
         self.grid = grid
         self._matrices: list[_MatrixParameter] = []
         self._owners: dict[tuple[tuple[int, ...], bool], MatrixOwners] = {}
-        self._overlap: _Overlap | None = None
+        self._overlap: _OverlapState | None = None
         self._late: LateUpdates | None = None
         given: list[Any] = list(params)
         if given and not isinstance(given[0], dict):
@@ -276,7 +276,7 @@ class Muon(AdamW):
         read = [p for p, weight in weights.items() if weight is None or (weight.group and weight.group.size() == 1)]
         exchange = BackwardExchange(found, read, partial(self._begin, last_first=True), self._direction)
         stream = torch.cuda.Stream(grid.device) if grid.device.type == "cuda" else None
-        self._owners, self._overlap = {}, _Overlap(exchange, tuple(found), group, stream, in_backward)
+        self._owners, self._overlap = {}, _OverlapState(exchange, tuple(found), group, stream, in_backward)
         reducer.listener = exchange
         model.register_state_dict_pre_hook(lambda *_: settle(found))
         model.register_load_state_dict_pre_hook(lambda *_: settle(found))
@@ -312,7 +312,7 @@ class Muon(AdamW):
         is_on_grid = any(matrix.layout is not None for matrix in self._matrices)
         groups = [group for group in self.param_groups if group["use_muon"] for _ in group["params"]]
         active = {
-            number: _Update(matrix, _copied(group["lr"]) if overlap else group["lr"], group["weight_decay"])
+            number: _MatrixWrite(matrix, _copied(group["lr"]) if overlap else group["lr"], group["weight_decay"])
             for number, (matrix, group) in enumerate(zip(self._matrices, groups, strict=True))
             if matrix.parameter.grad is not None or (is_on_grid and matrix.parameter.requires_grad)
         }
@@ -464,7 +464,7 @@ def _copied(lr: float | Tensor) -> float | Tensor:
     return lr.clone() if isinstance(lr, Tensor) else lr
 
 
-def _apply(own: _Update, update: Tensor, factor: float, is_right: Tensor | None) -> None:
+def _apply(own: _MatrixWrite, update: Tensor, factor: float, is_right: Tensor | None) -> None:
     """parameter = parameter * (1 - lr * decay) - lr * factor * update; not after a failed wait or if skipped."""
     parameter, lr = own.matrix.parameter, own.lr
     shard, rate = local(parameter), lr * factor

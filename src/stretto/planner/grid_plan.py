@@ -225,19 +225,19 @@ def list_ways(workload: StepWorkload, config: StepConfig) -> tuple[AttentionWay,
 
 
 def choose_way(
-    workload: StepWorkload, config: StepConfig, device: Device, rates: Rates
+    workload: StepWorkload, config: StepConfig, device: Device, find_cost: Callable[[StepConfig], Cost]
 ) -> tuple[StepConfig, ChosenWay | None]:
-    """The config with the way that calls will take, and why; None where there is no choice: without context, with
-    pipeline stages, and of latents that travel."""
+    """The config with the way that calls will take, and why; None where there is no choice: without context, and of
+    latents that travel. find_cost: of a config with a way."""
     has_nvlink, model = has_nvlink_over(device.cluster, config.grid, "context"), workload.model
-    ways = list_ways(workload, config) if config.grid.pipe == 1 else ()
+    ways = list_ways(workload, config)
     if not ways or sends_latents(workload, config, has_nvlink=has_nvlink):
         return config, None
-    costs = {way: full_cost(workload, replace(config, attention_way=way), device, rates) for way in ways}
+    costs = {way: find_cost(replace(config, attention_way=way)) for way in ways}
     seconds = {way: cost.step_time for way, cost in costs.items()}
     # Calls compare what they take themselves: their products, and what these do not hide.
     scores = sum(count * block_seconds(workload, kind, config, device).attention for count, kind in model.kinds)
-    scores *= (1 + BACKWARD_ATTENTION) * config.micro_batches(workload)
+    scores *= (1 + BACKWARD_ATTENTION) * config.micro_batches(workload) / config.grid.pipe
     best, default, least = min(ways, key=seconds.__getitem__), ways[0], min(seconds.values())
     is_clearly_faster = scores < CLEARLY_FASTER * (scores + seconds[default] - least)
     way = best if is_clearly_faster else default
@@ -273,7 +273,7 @@ def judge(
         size = largest_micro_batch(workload, config, limit, needed)
     config, attention = replace(config, micro_batch=size or 1), None
     if device is not None and impossible is None:  # what is held is of the default; the way itself is judged again
-        config, attention = choose_way(workload, config, device, rates)
+        config, attention = choose_way(workload, config, device, lambda each: full_cost(workload, each, device, rates))
         needed = cache(partial(_memory_at, workload, config, **_find_nvlink(cluster, config.grid)))
     choice = StepChoice(config.options, config.state)
     if any(other.settles(choice, config.micro_batch) for other in others):

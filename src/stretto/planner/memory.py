@@ -89,8 +89,8 @@ RING_BYTES = 4 << 30
 
 def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> tuple[float, float]:
     """Bytes of other ranks' keys and values that attention over context holds in a block's forward pass; and in its
-    backward pass, with their gradients, and in fp32 those of its own. Of latents that travel in their place, with these
-    and what is made on the way. has_nvlink: whether it joins the ranks of context."""
+    backward pass, with their gradients, and of a ring in fp32 those of its own. Of latents that travel in their place,
+    with these and what is made on the way. has_nvlink: whether it joins the ranks of context."""
     model, element, others = workload.model, workload.element, config.grid.context - 1
     if not others:
         return 0.0, 0.0
@@ -105,7 +105,7 @@ def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bo
         return tokens * heads * element, 2 * tokens * heads * element
     rings = config.attention_way == "ring" or (others + 1) * of_rank * element > RING_BYTES
     held = of_rank * (min(2, others) if rings else others)
-    return held * element, 2 * held * element + of_rank * wide
+    return held * element, 2 * held * element + rings * of_rank * wide
 
 
 def memory(

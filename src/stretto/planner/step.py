@@ -233,8 +233,9 @@ class KeysRecord:
     place: of the linear after it. sent: keys and values, in the forward pass; in the backward pass again, beside half
     of the computation, and as many gradients of them beside the other half. own, own_backward: seconds of attention
     to what hides it: a rank's own keys, and of a ring others', too. expands: seconds to make keys of other ranks'
-    latents, which then are what is sent, with nothing to hide them, and in the backward pass their gradients alone; 0
-    for heads, which travel so; None for keys. merges: seconds of merging what a ring's further steps compute.
+    latents, which then are what is sent, with nothing to hide them, and in the backward pass their gradients alone;
+    None for others. exposed: of heads, the half that travels before and after attention, which hides the other half.
+    merges: seconds of merging what a ring's further steps compute.
     """
 
     place: int
@@ -243,7 +244,7 @@ class KeysRecord:
     own_backward: float
     expands: float | None = None
     merges: float = 0.0
-    what: str = "latents"
+    exposed: GroupCollective | None = None
 
 
 @dataclass(frozen=True)
@@ -381,21 +382,30 @@ class BlockRecord:
         return to.finish(self.host.block_backward, self.host.collective)
 
     def _exchange_forward(self, to: PassRecorder, keys: KeysRecord) -> None:
-        if keys.expands is None:
+        if keys.exposed is not None:
+            self._exchange_heads(to, "heads", keys, keys.own)
+        elif keys.expands is None:
             self._exchange(to, "keys and values", keys.sent, keys.own)
         else:
-            to.run(keys.what, keys.sent)
-            to.compute(f"keys of {keys.what}", keys.expands)
+            to.run("latents", keys.sent)
+            to.compute("keys of latents", keys.expands)
             to.compute("attention to a rank's own keys", keys.own)
 
     def _exchange_backward(self, to: PassRecorder, keys: KeysRecord) -> None:
-        if keys.expands is None:
+        if keys.exposed is not None:
+            self._exchange_heads(to, "gradients of heads", keys, keys.own_backward)
+        elif keys.expands is None:
             self._exchange(to, "keys and values", keys.sent, keys.own_backward / 2)
             self._exchange(to, "gradients of keys and values", keys.sent, keys.own_backward / 2)
         else:
             to.compute("attention to a rank's own keys", keys.own_backward)
-            to.compute(f"keys of {keys.what}, backward", 2 * keys.expands)
-            to.run(f"gradients of {keys.what}", keys.sent)
+            to.compute("keys of latents, backward", 2 * keys.expands)
+            to.run("gradients of latents", keys.sent)
+
+    def _exchange_heads(self, to: PassRecorder, name: str, keys: KeysRecord, seconds: float) -> None:
+        assert keys.exposed is not None
+        to.run(name, keys.exposed)
+        self._exchange(to, name, keys.sent, seconds)
 
     @staticmethod
     def _exchange(to: PassRecorder, name: str, collective: GroupCollective, seconds: float) -> None:

@@ -208,21 +208,24 @@ class _WorkloadRecorder:
         numbers, way = keys_numbers(model, grid, self.tokens, latents=latents), config.attention_way
         if way == "ulysses":
             heads = sum(layer.exchanged_heads(grid) for layer in model.block)
-            numbers = self.tokens * heads * (grid.context - 1) / grid.context
+            numbers = (
+                self.tokens * heads * (grid.context - 1) / grid.context / 2
+            )  # one half, under the other's attention
         keys = self._over("all_to_all", "context", numbers * self.workload.element)
         if keys is None:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
         others = grid.context - 1 if way == "ring" else 1  # a ring sends under all keys but the last
-        own, expands, merges, what = others * seconds.attention / grid.context, None, 0.0, "latents"
+        own, expands, merges = others * seconds.attention / grid.context, None, 0.0
         if way == "ring":  # results in fp32, read and written
             queries = sum(layer.exchanged_heads(grid) - layer.exchanged_keys(grid) for layer in model.block) / 2
             merges = self.device.traffic((others - 1) * 2 * 4 * self.tokens * max(queries, 0.0))
         if way == "ulysses":
-            expands, what = 0.0, "heads"
+            own = seconds.attention
         elif latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
             expands = (grid.context - 1) * seconds.linears[place - 1][0]
-        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands, merges, what)
+        exposed = keys if way == "ulysses" else None
+        return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands, merges, exposed)
 
     def _statistics(self) -> GroupCollective | None:
         y = self.config.grid.y

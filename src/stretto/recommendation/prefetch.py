@@ -84,7 +84,7 @@ def _iterate(
             module.drop_ahead()
 
 
-class _Started(NamedTuple):
+class _BatchAhead(NamedTuple):
     """A batch whose exchanges have begun, by collection, or the error that this rank is to raise at its turn."""
 
     batch: Any
@@ -94,7 +94,7 @@ class _Started(NamedTuple):
 
 def _start(
     collections: _Collections, source: Iterator[Batch], features: Mapping[str, Callable[[Batch], Any]]
-) -> _Started:
+) -> _BatchAhead:
     batch, given = None, dict[str, Any]()
     error: Exception | None = None
     try:
@@ -105,7 +105,7 @@ def _start(
     except Exception as raised:  # noqa: BLE001  (whatever it is, the other ranks must learn of it)
         error = raised
     started = {name: module.send_ahead(given.get(name), error) for name, module in collections.items()}
-    return _Started(batch, started, error)
+    return _BatchAhead(batch, started, error)
 
 
 def _find_features(batch: Any) -> Any:

@@ -28,7 +28,7 @@ _SLOT, _TRACKED = (
 )  # bytes of GPU memory: of a row of a cached table, and of a row in the cache besides its numbers
 _BATCHES = 3  # of whose rows a cache has room for at least: two are in flight, and batches differ
 _FILLED = 0.9  # the part of the ranks' memory that caches fill: shards are of unequal sizes
-STATES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
+STATE_SIZES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
 """The number of states that an optimizer has of a row, and of a number."""
 
 _GAIN = 0.002  # the least part of `_Placed.key` by which a change has to lower it
@@ -225,8 +225,10 @@ def plan_tables(
     not even cut tables and the smallest caches fit into the memory.
     """
     check_sizes(tables, ranks)
-    if batch < 1 or optimizer not in STATES:
-        raise ValueError(f"batch is {batch} and optimizer {optimizer!r}: at least 1, and one of {', '.join(STATES)}")
+    if batch < 1 or optimizer not in STATE_SIZES:
+        raise ValueError(
+            f"batch is {batch} and optimizer {optimizer!r}: at least 1, and one of {', '.join(STATE_SIZES)}"
+        )
     search = _TableSearch(
         tuple(tables), ranks, batch, itemsize, optimizer, rates or TableRates(), ranks_per_node or ranks
     )
@@ -496,7 +498,7 @@ class _TableSearch:
         return num_bytes * (inside - 1) / self.ranks, num_bytes * (self.ranks - inside) / self.ranks
 
     def _memory(self, rows: float, columns: float) -> float:
-        of_row, of_number = STATES[self.optimizer]
+        of_row, of_number = STATE_SIZES[self.optimizer]
         return rows * columns * (self.itemsize + of_number * _FP32) + rows * of_row * _FP32
 
     def _shard(self, table: int, choice: _Choice) -> RankLoad:

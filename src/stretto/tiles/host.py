@@ -7,12 +7,12 @@ that CUDA graphs replay), a wait as a kernel of one block. On the host backend t
 
 import contextlib
 import ctypes
+from typing import Any
 
 from torch import Tensor
 
 from stretto.memory.copy_engine import find_driver, find_handle, set_flag
 from stretto.tiles.channel import BlockChannel
-from stretto.tiles.launches import launch_kernel
 from stretto.tiles.signals import wait_for_all, wait_for_channel
 
 
@@ -117,14 +117,19 @@ def rank_wait(channel: BlockChannel, index: int, rank: int) -> None:
     channel's timeout; `BlockChannel.check` raises an error after a timeout.
     """
     _require_inside(channel, index, rank)
-    launch_kernel(wait_for_channel, 1, channel.current, rank, index, on_load=channel.limit.allow_loading, num_warps=1)
+    _launch_wait(channel, wait_for_channel, rank, index)
 
 
 def rank_wait_all(channel: BlockChannel, index: int, stride: int) -> None:
     """Wait as `rank_wait` does, for all other ranks: for rank r's signals of channel r * stride + index."""
     _require_inside(channel, (channel.world_size - 1) * stride + index, 0)
     _require_inside(channel, index, 0)
-    launch_kernel(wait_for_all, 1, channel.current, index, stride, on_load=channel.limit.allow_loading, num_warps=1)
+    _launch_wait(channel, wait_for_all, index, stride)
+
+
+def _launch_wait(channel: BlockChannel, kernel: Any, *numbers: int) -> None:
+    call = channel.current
+    channel.launch(kernel, (id(call), *numbers), 1, (call, *numbers), kept=call, num_warps=1)
 
 
 def rank_await_count(counters: Tensor, index: int, count: int) -> None:

@@ -8,7 +8,9 @@ from tests.ops.attention.whole import Case, attend_whole, draw_whole, find_diffe
 from torch.nn.attention.flex_attention import create_block_mask
 
 from stretto import ops
+from stretto.ops.attention import one_rank
 from stretto.ops.attention.block_mask import read_block_mask
+from stretto.ops.attention.exchange import HeadExchange
 from stretto.ops.attention.plan import Mask, list_chunks
 from stretto.parallel import Grid, count_collectives
 
@@ -254,6 +256,29 @@ def list_wrapped():
 
 
 def test_a_caller_wraps_each_collective(ranks):
-    # Keys; then keys and gradients. Ulysses: q, k, v and the output; then the gradients of the output and of q.
-    expected = [({"all_to_all"}, 1, 3), ({"all_to_all"}, 1, 3), ({"all_to_all"}, 4, 6)]
+    # Keys; then keys and gradients. Ulysses: q, k and v, and the output; then their gradients.
+    expected = [({"all_to_all"}, 1, 3), ({"all_to_all"}, 1, 3), ({"all_to_all"}, 2, 4)]
     assert ranks(2).run(list_wrapped) == [expected] * 2
+
+
+def order_by_heads():
+    """What Ulysses does, forward and backward, in its order: "send", "await" and the kernels' calls."""
+    events, (start, finish) = [], (HeadExchange._exchange, HeadExchange.finish)
+
+    def noted(name, function):
+        return lambda *arguments: (events.append(name), function(*arguments))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HeadExchange, "_exchange", noted("send", start))
+        patch.setattr(HeadExchange, "finish", noted("await", finish))
+        for name in ("attend", "differentiate"):
+            patch.setattr(one_rank, name, noted(name, getattr(one_rank, name)))
+        q, k = torch.randn(1, 8, LENGTH, 8, requires_grad=True), torch.randn(1, 4, LENGTH, 8, requires_grad=True)
+        ops.ulysses_attention(q, k, k).sum().backward()
+    return " ".join(events)
+
+
+def test_half_of_the_heads_travel_while_the_other_half_attends(ranks):
+    forward = "send send await attend send await attend send await await"
+    backward = "send send await differentiate send await differentiate send await await"
+    assert ranks(2).run(order_by_heads) == [f"{forward} {backward}"] * 2

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 from tests.ops.attention.test_context import EXACT, list_cases
 from tests.ops.attention.whole import find_differences
 from tests.tiles.machine_code import compile_to_ptx, find_spills
@@ -58,14 +59,24 @@ def merge_differences():
                 merge.merge_on_gpu(parts[0], other, sinks, results[0])
                 merge._merge(parts[0], other, sinks, results[1])
                 found += [float((one - two).abs().max()) for one, two in zip(*results, strict=True)]
+        for count in (2, 5):
+            added = [draw(2, 70, 3, size).to(each).transpose(1, 2) for each in (dtype, torch.float32, dtype) * 2][
+                :count
+            ]
+            added[-1] = added[-1][..., :1].expand(-1, -1, -1, size)
+            sums = [draw(2, 70, 3, 2 * size).to(dtype).transpose(1, 2)[..., size:] for _ in range(2)]
+            merge.add_on_gpu(added, sums[0])
+            merge._add(added, sums[1])
+            found.append(float((sums[0] - sums[1]).abs().max()))
     return found
 
 
-def test_the_merging_kernel_rounds_once(interpret):
+def test_merging_and_adding_kernels_round_once(interpret):
     (found,) = interpret(1, merge_differences)
-    assert len(found) == 16
+    assert len(found) == 20
     assert max(found[:8]) < 2**-7
-    assert max(found[8:]) < 1e-5
+    assert max(found[10:18]) < 1e-5
+    assert found[8:10] == found[18:] == [0.0, 0.0]
 
 
 def launch_merge():
@@ -78,9 +89,16 @@ def launch_merge():
     return merge.merge_rows, arguments, {"num_warps": 4}
 
 
+def launch_add():
+    """(the adding kernel, arguments and options) of four parts."""
+    parts = [merge.AddedRows(torch.zeros(256, dtype=torch.bfloat16), 1 << 20, 128, 4096) for _ in range(5)]
+    return merge.add_rows, (tuple(parts[:4]), parts[4], 32, 8192, 128, tl.float32, 32, 128), {"num_warps": 4}
+
+
 @pytest.mark.long
-def test_the_merging_kernel_compiles_to_wide_accesses_without_spills(tmp_path):
-    kernel, arguments, options = launch_merge()
+@pytest.mark.parametrize("launch", [launch_merge, launch_add])
+def test_these_kernels_compile_to_wide_accesses_without_spills(tmp_path, launch):
+    kernel, arguments, options = launch()
     lines = compile_to_ptx(kernel, arguments, **options)
     assert find_spills(lines, tmp_path) == 0
     assert any("ld.global.v4" in line for line in lines)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from stretto.bench.settings import Modes, Option, Rounds, Tuning, require_known
-from stretto.quantities import MAX_COUNT, MAX_LENGTH, require_least
+from stretto.bench.settings import Modes, Option, Tuning, require_known
+from stretto.quantities import require_least
 
 OPERATORS = {
     "gather": "all_gather_matmul",
@@ -214,30 +214,3 @@ class ExpertsTuning(Tuning):
             f"{operator} {m} x {n} x {k} of {case}{' transposed' * transposed}"
             for case, operator, m, n, k, transposed in self.calls(ranks)
         ]
-
-
-DECODING_CALLS = ("attention", "products")
-
-
-@dataclass(frozen=True)
-class DecodingSetting:
-    """Settings of `stretto bench decoding`."""
-
-    only: Annotated[tuple[str, ...], Option("attention, products, with commas.", "--only")] = DECODING_CALLS
-    batches: Annotated[tuple[int, ...], Option("Tokens of a step, one a sequence, with commas.")] = (1, 8, 64)
-    context: Annotated[int, Option("Tokens in each sequence's cache.", least=1, most=MAX_LENGTH)] = 1024
-    heads: Annotated[int, Option("Heads of queries, of this rank.", least=1, most=MAX_COUNT)] = 32
-    kv_heads: Annotated[int, Option("Heads of keys and values, of this rank.", least=1, most=MAX_COUNT)] = 8
-    size: Annotated[int, Option("Numbers of a head.", least=16, most=256)] = 128
-    page: Annotated[int, Option("Tokens of a page.", least=1, most=MAX_LENGTH)] = 16
-    hidden: Annotated[int, Option("n of products, and columns of the norm.", least=16, most=MAX_COUNT)] = 4096
-    depths: Annotated[tuple[int, ...], Option("k of products, of all ranks, with commas.")] = (4096, 14336)
-    has_variants: Annotated[bool, Option("Time other tiles of the kernels too.", "--variants/--no-variants")] = False
-    rounds: Rounds = 4
-
-    def __post_init__(self) -> None:
-        require_known("call", self.only, DECODING_CALLS)
-        require_least(1, batches=min(self.batches, default=0), depths=min(self.depths, default=0))
-        if self.heads % self.kv_heads:
-            least = self.kv_heads * max(1, round(self.heads / self.kv_heads))
-            raise ValueError(f"--heads is a multiple of --kv-heads, {self.kv_heads}, not {self.heads}: {least} will do")

@@ -169,9 +169,15 @@ def predict(call: AttentionProblem, way: str, speeds: Speeds) -> float:
     if way == "ulysses":
         sizes = (call.heads + call.kv_heads) * (call.size + call.value_size)
         sent = call.batch * call.length * sizes * call.dtype.itemsize * (call.degree - 1) / call.degree
-        heads = 4 * FITTED.library + sent / (FITTED.library_link * speeds.link)  # q, k, v and the output
+        half = (
+            sent / (FITTED.library_link * speeds.link) / 2
+        )  # q, k, v and the output: the other half's attention hides it
+        heads = sum(
+            4 * FITTED.library + half + max(0.0, half - computed)
+            for computed in (products, backward * products)[: 1 + call.trains]
+        )
         sets = call.ranks // call.degree
-        return (1 + backward) * products + (1 + call.trains) * heads + _expose(products, exchange, sets, 1, backward)
+        return (1 + backward) * products + heads + _expose(products, exchange, sets, 1, backward)
     steps = call.ranks - 1 if way == "ring" else 1
     merged = steps * 2 * call.batch * call.heads * call.length * call.value_size * 4  # fp32, read and written
     exposed = _expose(products, exchange, call.ranks, steps, backward)

@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
 from stretto.ops.attention.joint import OPERATOR
-from stretto.ops.attention.operators import Settings, attend_to_context, exchange_heads
+from stretto.ops.attention.operators import Settings, attend_by_heads, attend_to_context
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.choices import can_time_calls
 from stretto.ops.joint.registry import is_runnable, name_schedule
@@ -160,11 +160,8 @@ def _run_in_graph(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
     wrap: CollectiveWrapper,
 ) -> Tensor:  # fmt: skip
-    place = documents if settings.layout == "balanced" else None, settings.group, settings.degree, settings.layout
-    if settings.degree > 1:
-        q, k, v = (exchange_heads(each, *place, True, wrap) for each in (q, k, v))
-    out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
-    return out if settings.degree == 1 else exchange_heads(out, *place, False, wrap)
+    attend = attend_to_context if settings.degree == 1 else attend_by_heads
+    return attend(q, k, v, sinks, documents, settings, wrap)
 
 
 _run_apart = torch.compiler.disable(_run_in_graph)  # a function, as wrap_collective is, is no operator's argument

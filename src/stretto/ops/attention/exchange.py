@@ -6,7 +6,7 @@ lose some to them. Elsewhere by the functional collectives of torch.distributed,
 rank in so many (`degree`) takes part in an exchange of rows; those between have other heads of the same sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -54,11 +54,16 @@ class Peers(NamedTuple):
     areas: int
     room: int
 
-    def start(self, step: ExchangeStep, rows: Tensor, number: int) -> Arriving:
-        """Start to send rows [length, ...] as the step says. number: of the step."""
+    def start(
+        self, step: ExchangeStep, rows: Tensor, number: int, fill: Callable[[], object] | None = None
+    ) -> Arriving:
+        """Start to send rows [length, ...] as the step says. number: of the step. fill: writes the rows first, beside
+        kernels of the current stream if copy engines send them."""
         if self.by_copies:
             area = number % max(self.areas - 1, 1)
-            return self._copy(rows, step.sends, step.lands, _count(step.receives), area)
+            return self._copy(rows, step.sends, step.lands, _count(step.receives), area, fill)
+        if fill is not None:
+            fill()
         parts = [rows[part.start : part.stop] for parts in step.sends for part in parts]
         return self._exchange(_join(parts, rows), _count(step.sends), _count(step.receives))
 
@@ -90,11 +95,13 @@ class Peers(NamedTuple):
         lands: Sequence[int],
         receives: Sequence[int],
         area: int,
+        fill: Callable[[], object] | None = None,
     ) -> Arriving:
         """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
 
         Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
-        It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun.
+        It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun. Barrier
+        and copies are on a side stream, so that the current one computes at once; it joins that in `Arriving.wait`.
         """
         shape = self.room, *rows.shape[1:]
         area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
@@ -105,8 +112,12 @@ class Peers(NamedTuple):
         rest = channel.rank % self.degree
 
         def push() -> Tensor:
-            channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
             with tiles.copy_engine(channel):
+                channel.is_open = False  # what has not been joined is on this stream, too
+                channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
+                channel.is_open = True
+                if fill is not None:
+                    fill()
                 for distance in range(1, channel.world_size):
                     peer = (channel.rank - distance) % channel.world_size
                     if peer % self.degree == rest:
@@ -132,14 +143,10 @@ def can_copy(group: str, device: torch.device) -> bool:
     return bool(find_known(group, device, "nvlink", lambda: has_nvlink(find_group(group), device)))
 
 
-def add_returned(rows: Tensor, step: ExchangeStep, returned: Tensor) -> None:
-    """Add to fp32 or fp64 rows [length, ...] what came back for those that were sent, in the order of ranks."""
-    start = 0
-    for parts in step.sends:
-        for part in parts:
-            count = count_rows(part)
-            rows[part.start : part.stop] += returned[start : start + count]
-            start += count
+def list_returned(step: ExchangeStep, returned: Tensor) -> list[tuple[Range, Tensor]]:
+    """Returned rows, in the order of ranks, each with the rows that were sent."""
+    sent = [part for parts in step.sends for part in parts]
+    return list(zip(sent, returned.split([count_rows(part) for part in sent]), strict=True))
 
 
 def _join(parts: Sequence[Tensor], rows: Tensor) -> Tensor:
@@ -152,39 +159,61 @@ def _count(parts: Sequence[Sequence[Range]]) -> list[int]:
     return [sum(map(count_rows, each)) for each in parts]
 
 
-def gather_sequence(x: Tensor, group: str, degree: int, chunks: Sequence[Range], wrap: CollectiveWrapper) -> Tensor:
-    """Exchange heads for positions: x [b, h, l, d] -> [b, h / degree, l * degree, d], in the order of the sequence.
+class HeadExchange(NamedTuple):
+    """Exchanges heads for positions among `degree` ranks that follow each other: DeepSpeed-Ulysses, section 3.
 
-    `degree` ranks that follow each other have their parts of the sequence together, each with other heads, so that they
-    are as one rank of 1 / degree as many. DeepSpeed-Ulysses, section 3. chunks: the positions of their rows.
+    They have their parts of the sequence together, each with other heads, so that they are as one rank of 1 / degree as
+    many. chunks: the positions of their rows, rank by rank. Tensors are [b, degree, h, l, d], of a rank's positions and
+    the heads of each rank, or [b, h, l * degree, d], of its own heads and all their positions in order. Those that
+    travel together are next to each other in rows [l * degree, b, numbers], which `start` sends and `finish` awaits.
     """
-    parts = x.unflatten(1, (degree, x.shape[1] // degree)).permute(1, 3, 0, 2, 4)  # to the rank of these heads
-    rows = _exchange(parts, group, degree, wrap).flatten(0, 1)  # [degree * length, batch, heads of each, size]
-    pieces = rows.split([count_rows(chunk) for chunk in chunks])
-    return torch.cat([pieces[number] for number in _order(chunks)]).permute(1, 2, 0, 3)
+
+    group: str
+    degree: int
+    chunks: Sequence[Range]
+    wrap: CollectiveWrapper
+
+    def start(self, tensors: Sequence[Tensor], gathers: bool) -> Tensor:
+        """Start to send tensors: heads to their ranks if this gathers positions, else positions to theirs."""
+        sizes = [(each.shape[2 if gathers else 1], each.shape[-1]) for each in tensors]
+        count, first = sum(map(count_rows, self.chunks)), tensors[0]
+        rows = first.new_empty(count, len(first), sum(heads * size for heads, size in sizes))
+        for tensor, there in zip(tensors, _split_numbers(rows, sizes), strict=True):
+            if gathers:
+                there.unflatten(0, (self.degree, -1)).copy_(tensor.permute(1, 3, 0, 2, 4))
+            else:
+                order = self._order()
+                pieces = tensor.permute(2, 0, 1, 3).split([count_rows(self.chunks[number]) for number in order])
+                of_chunk = dict(zip(order, pieces, strict=True))
+                torch.cat([of_chunk[number] for number in range(len(order))], out=there)
+        return self._exchange(rows)
+
+    def finish(self, rows: Tensor, sizes: Sequence[tuple[int, int]], gathers: bool) -> list[Tensor]:
+        """The tensors that were sent to this rank. sizes: heads and numbers of each."""
+        rows = torch.ops._c10d_functional.wait_tensor(rows)
+        if gathers:
+            pieces = rows.split([count_rows(chunk) for chunk in self.chunks])
+            rows = torch.cat([pieces[number] for number in self._order()])
+            return [each.permute(1, 2, 0, 3) for each in _split_numbers(rows, sizes)]
+        parts = (each.unflatten(0, (self.degree, -1)) for each in _split_numbers(rows, sizes))
+        return [each.permute(2, 0, 3, 1, 4) for each in parts]
+
+    def _order(self) -> list[int]:
+        """The numbers of the chunks, in the order of the sequence."""
+        return sorted(range(len(self.chunks)), key=self.chunks.__getitem__)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        """Start to send as many rows to each of the `degree` ranks around this one."""
+        require_agreement(f"exchange of heads {list(rows.shape)} {rows.dtype}", False, self.group, rows.device)
+        members, degree = find_group(self.group), self.degree
+        first = members.rank() // degree * degree
+        counts = [len(rows) // degree * (first <= peer < first + degree) for peer in range(members.size())]
+        functional = torch.ops._c10d_functional
+        found: Tensor = self.wrap("all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, self.group))
+        return found
 
 
-def scatter_sequence(x: Tensor, group: str, degree: int, chunks: Sequence[Range], wrap: CollectiveWrapper) -> Tensor:
-    """The inverse of `gather_sequence`."""
-    order = _order(chunks)
-    pieces = x.permute(2, 0, 1, 3).split([count_rows(chunks[number]) for number in order])
-    of_chunk = dict(zip(order, pieces, strict=True))
-    rows = torch.cat([of_chunk[number] for number in range(len(chunks))])
-    parts = _exchange(rows.unflatten(0, (degree, -1)), group, degree, wrap)
-    return parts.permute(2, 0, 3, 1, 4).flatten(1, 2)  # of [degree: heads of each, length, batch, heads, size]
-
-
-def _order(chunks: Sequence[Range]) -> list[int]:
-    """The numbers of the chunks, in the order of the sequence."""
-    return sorted(range(len(chunks)), key=chunks.__getitem__)
-
-
-def _exchange(parts: Tensor, group: str, degree: int, wrap: CollectiveWrapper) -> Tensor:
-    """Send part i of [degree, ...] to the i-th of the `degree` ranks around this one."""
-    require_agreement(f"exchange of heads {list(parts.shape)} {parts.dtype}", False, group, parts.device)
-    members = find_group(group)
-    first = members.rank() // degree * degree
-    counts = [int(first <= peer < first + degree) for peer in range(members.size())]
-    functional, rows = torch.ops._c10d_functional, parts.contiguous()
-    found: Tensor = wrap("all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, group))
-    return functional.wait_tensor(found)
+def _split_numbers(rows: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """Views [rows, b, heads, size] of rows [rows, b, numbers]."""
+    parts = rows.split([heads * size for heads, size in sizes], -1)
+    return [part.unflatten(-1, size) for part, size in zip(parts, sizes, strict=True)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.attention.exchange import Peers, add_returned, can_copy
+from stretto.ops.attention.exchange import Peers, can_copy, list_returned
 from stretto.ops.attention.kernels import attend, differentiate
 from stretto.ops.attention.merge import add_parts, merge_parts
 from stretto.ops.attention.plan import Block, Mask, Plan, Range, make_plan
@@ -88,9 +88,10 @@ class _GatherRows(torch.autograd.Function):
         step, peers = ctx.call
         rows = grad.permute(2, 0, 1, 3)
         returned = peers.start_back(step, rows[ctx.length :].contiguous()).wait()
-        sums = rows[: ctx.length].to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-        add_returned(sums, step, returned)
-        return sums.to(grad.dtype).permute(1, 2, 0, 3), None, None
+        own, found = grad[:, :, : ctx.length], torch.empty_like(rows[: ctx.length]).permute(1, 2, 0, 3)
+        others = [(part, tensor.permute(1, 2, 0, 3)) for part, tensor in list_returned(step, returned)]
+        add_parts([(Range(0, ctx.length), own), *others], found)
+        return found, None, None
 
 
 class _AttendToGathered(torch.autograd.Function):

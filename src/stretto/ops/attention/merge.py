@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stretto.ops.attention.kernels import Part
 from stretto.ops.attention.plan import Range
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import launch_cached
 
 _TILE = 4096  # numbers of a part that a program takes at a time
 
@@ -57,17 +57,22 @@ def add_parts(parts: Sequence[tuple[Range, Tensor]], target: Tensor) -> None:
         found = [
             _take(tensor, part, rows) for part, tensor in parts if part.start <= rows.start and rows.stop <= part.stop
         ]
-        there = target[:, :, rows.start : rows.stop]
-        match found:
-            case [one]:
-                there.copy_(one)
-            case [one, other]:
-                torch.add(one, other, out=there)
-            case [one, *others]:
-                total = one.to(torch.promote_types(one.dtype, torch.float32))
-                for other in others:
-                    total = total + other
-                there.copy_(total)
+        _add(found, target[:, :, rows.start : rows.stop])
+
+
+def _add(parts: Sequence[Tensor], target: Tensor) -> None:
+    """Write the sum of tensors of the target's shape to it, added in fp32 or wider and rounded once."""
+    if len(parts) == 1:
+        target.copy_(parts[0])
+    elif len(parts) == 2:
+        torch.add(*parts, out=target)  # takes the host less than a launch by Triton
+    elif target.is_cuda:
+        add_on_gpu(parts, target)
+    else:
+        total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
+        for other in parts[1:]:
+            total = total + other
+        target.copy_(total)
 
 
 def _cut(ranges: Sequence[Range]) -> list[Range]:
@@ -175,9 +180,57 @@ def merge_on_gpu(one: _Result, other: _Result | None, sinks: Tensor | None, resu
     tile = max(1, _TILE // block)
     first, second, target = map(MergedRows.of, (one, one if other is None else other, result))
     with torch.cuda.device_of(result[0]):
-        launch_kernel(
+        launch_cached(
             merge_rows, triton.cdiv(rows, tile) * batch * heads,
             first, second, target.lse if sinks is None else sinks, target, heads, rows, size,
             HAS_OTHER=other is not None, HAS_SINKS=sinks is not None, ROWS=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return result
+
+
+class AddedRows(NamedTuple):
+    """Kernel argument: a tensor [b, h, rows, size], and its strides of sequences, heads and rows."""
+
+    out: Any
+    out_batch: Any
+    out_head: Any
+    out_row: Any
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "AddedRows":
+        return cls(tensor, *tensor.stride()[:3])
+
+
+@triton.jit
+def add_rows(  # type: ignore[no-untyped-def]
+    parts, result, heads, rows, size, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """result = the sum of a tuple of parts, in their order, added as WIDE and rounded once.
+
+    A program has ROWS rows of one head of one sequence, of BLOCK >= size numbers each, whose last stride is 1. Bytes:
+    each part is read and the result written once. Synchronization: none: programs own their rows.
+    """
+    tiles = tl.cdiv(rows, ROWS)
+    sequence = tl.program_id(0) // tiles
+    batch, head = (sequence // heads).to(tl.int64), (sequence % heads).to(tl.int64)
+    row = (tl.program_id(0) % tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None] & (column < size)
+    total = tl.zeros((ROWS, BLOCK), dtype=WIDE)
+    for number in tl.static_range(len(parts)):
+        total += tl.load(_find_rows(parts[number], batch, head, row) + column, mask=inside, other=0.0).to(WIDE)
+    tl.store(_find_rows(result, batch, head, row) + column, total.to(result.out.dtype.element_ty), mask=inside)
+
+
+def add_on_gpu(parts: Sequence[Tensor], target: Tensor) -> None:
+    """`_add` by `add_rows`."""
+    batch, heads, rows, size = target.shape
+    block = triton.next_power_of_2(size)
+    tile = max(1, _TILE // block)
+    wide = tl.float64 if target.dtype == torch.float64 else tl.float32
+    parts = [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
+    with torch.cuda.device_of(target):
+        launch_cached(
+            add_rows, triton.cdiv(rows, tile) * batch * heads, tuple(map(AddedRows.of, parts)), AddedRows.of(target),
+            heads, rows, size, WIDE=wide, ROWS=tile, BLOCK=block, num_warps=4,
+        )  # fmt: skip

@@ -5,12 +5,13 @@ Backward, keys come again (they are not kept), during the own keys' gradients of
 others' keys return to their ranks during those of the other half.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stretto.ops.attention.exchange import Arriving, Peers, add_returned
+from stretto.ops.attention.exchange import Arriving, Peers, list_returned
 from stretto.ops.attention.kernels import Gradients, Part, attend, differentiate
 from stretto.ops.attention.merge import add_parts, merge_parts
 from stretto.ops.attention.plan import ExchangeStep, Plan, Range
@@ -31,13 +32,12 @@ class ContextCall(NamedTuple):
 def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: ContextCall) -> tuple[Tensor, Tensor]:
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], call.plan.steps
-    rows = pack(k, v) if steps else None
-    arriving = _start(call, 0, rows)
+    rows, arriving = _start(k, v, call)
     parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
     for number, step in enumerate(steps):
         assert arriving is not None
         arrived = arriving.wait()
-        arriving = _start(call, number + 1, rows)
+        arriving = _go_on(call, number + 1, rows)
         if step.blocks:
             parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
         if arriving is not None and len(parts) > 1:  # or each step would keep a result
@@ -51,8 +51,7 @@ def backward(
     """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
     grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
     steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
-    rows = pack(k, v) if steps else None
-    arriving = _start(call, 0, rows)
+    rows, arriving = _start(k, v, call)
 
     def differentiate_own(kv_heads: slice) -> Gradients:
         heads = slice(kv_heads.start * each, kv_heads.stop * each)
@@ -63,12 +62,14 @@ def backward(
     first, second = slice(0, middle), slice(middle, k.shape[1])
     own = [(first, differentiate_own(first))] if middle else []  # while keys come
     theirs: list[tuple[Range, Tensor]] = []
-    sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32)) if rows is not None else None
+    sums = None
+    if rows is not None and (len(steps) > 1 or call.varies):  # of steps, or of many documents, whose parts are short
+        sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32))
     returning: list[tuple[ExchangeStep, Arriving]] = []
     for number, step in enumerate(steps):
         assert arriving is not None
         arrived = arriving.wait()
-        arriving = _start(call, number + 1, rows)
+        arriving = _go_on(call, number + 1, rows)
         returned = _new_rows(k, v, len(arrived), k.dtype)
         if step.blocks:
             found = differentiate(grad, q, *unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
@@ -79,17 +80,19 @@ def backward(
         returning.append((step, call.peers.start_back(step, returned)))
     own.append((second, differentiate_own(second)))  # while gradients return
     _add_returned(sums, returning)
+    others = [(Range(0, length), sums)] if sums is not None else []
+    for step, arriving in returning:
+        others = list_returned(step, arriving.wait())
     if not steps and len(own[0][1].q) == 1:
         of_q, of_k, of_v = (parts[0][1] for parts in own[0][1])
     else:
         of_q, of_k, of_v = (torch.empty_like(tensor) for tensor in (q, k, v))
-        others = [] if sums is None else [(Range(0, length), tensor) for tensor in unpack(sums, size)]
+        of_keys, of_values = ([(part, unpack(tensor, size)[at]) for part, tensor in others] for at in (0, 1))
         for kv_heads, found in own:
             heads = slice(kv_heads.start * each, kv_heads.stop * each)
             add_parts([*found.q, *((part, tensor[:, heads]) for part, tensor in theirs)], of_q[:, heads])
-            for number, (parts, target) in enumerate(((found.k, of_k), (found.v, of_v))):
-                returns = [(part, tensor[:, kv_heads]) for part, tensor in others[number : number + 1]]
-                add_parts([*parts, *returns], target[:, kv_heads])
+            for parts, returns, target in ((found.k, of_keys, of_k), (found.v, of_values, of_v)):
+                add_parts([*parts, *((part, tensor[:, kv_heads]) for part, tensor in returns)], target[:, kv_heads])
     of_sinks = None
     if sinks is not None:
         mean = (grad * out).sum(-1, dtype=lse.dtype)
@@ -97,8 +100,16 @@ def backward(
     return of_q, of_k, of_v, of_sinks
 
 
-def _start(call: ContextCall, number: int, rows: Tensor | None) -> Arriving | None:
-    """Start a step's exchange of keys and values, if there is such a step."""
+def _start(k: Tensor, v: Tensor, call: ContextCall) -> tuple[Tensor | None, Arriving | None]:
+    """Start the first step's exchange, if there is one; returns the rows of keys and values, too."""
+    if not call.plan.steps:
+        return None, None
+    rows = _new_rows(k, v, k.shape[2], k.dtype)
+    return rows, call.peers.start(call.plan.steps[0], rows, 0, partial(_fill, rows, k, v))
+
+
+def _go_on(call: ContextCall, number: int, rows: Tensor | None) -> Arriving | None:
+    """Start a further step's exchange, if there is such a step."""
     steps = call.plan.steps
     return call.peers.start(steps[number], rows, number) if rows is not None and number < len(steps) else None
 
@@ -107,7 +118,8 @@ def _add_returned(sums: Tensor | None, returning: list[tuple[ExchangeStep, Arriv
     """Add the gradients that were sent last, if any, before others come in their place."""
     if returning and sums is not None:
         step, arriving = returning.pop()
-        add_returned(sums, step, arriving.wait())
+        for part, returned in list_returned(step, arriving.wait()):
+            sums[part.start : part.stop] += returned
 
 
 def _add_steps(
@@ -129,9 +141,13 @@ def _new_rows(k: Tensor, v: Tensor, length: int, dtype: torch.dtype) -> Tensor:
 def pack(k: Tensor, v: Tensor) -> Tensor:
     """Keys and values of positions, next to each other: [length, b, KV heads, d + e]."""
     rows = _new_rows(k, v, k.shape[2], k.dtype)
+    _fill(rows, k, v)
+    return rows
+
+
+def _fill(rows: Tensor, k: Tensor, v: Tensor) -> None:
     for target, source in zip(unpack(rows, k.shape[3]), (k, v), strict=True):
         target.copy_(source)
-    return rows
 
 
 def unpack(rows: Tensor, size: int) -> tuple[Tensor, Tensor]:

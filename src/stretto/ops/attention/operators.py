@@ -5,7 +5,8 @@ Eager calls take the functions, in which dispatch modes see the collectives, and
 have the operators, with their fakes, gradients and FLOP formulas.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stretto.ops.attention.exchange import Peers, can_copy, gather_sequence, scatter_sequence
+from stretto.ops.attention.exchange import HeadExchange, Peers, can_copy
 from stretto.ops.attention.joint import ScheduledCall, forward_by_schedule
 from stretto.ops.attention.one_rank import ContextCall, backward, forward
 from stretto.ops.attention.plan import Mask, list_chunks_together, make_plan
@@ -56,15 +57,42 @@ def attend_to_context(
     return out
 
 
-def exchange_heads(
-    x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper
-) -> Tensor:
-    """`gather_sequence`, or `scatter_sequence`, with gradients. documents: where the layout depends on them."""
-    if is_traced(x, in_modes=False):
-        found: Tensor = torch.ops.stretto.exchange_heads(x, documents, group, degree, layout, gathers)
+def attend_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings,
+    wrap: CollectiveWrapper,
+) -> Tensor:  # fmt: skip
+    """`attend_to_context` of a part of the heads, between exchanges of heads. sinks: of this rank's heads.
+
+    Half of the heads travel while the other half attends: of k and v too, if a rank gets more than one of their heads.
+    """
+    degree = settings.degree
+    if is_traced(q, k, v, in_modes=False):
+        place = documents if settings.layout == "balanced" else None, settings.group, degree, settings.layout
+        q, k, v = (torch.ops.stretto.exchange_heads(each, *place, True) for each in (q, k, v))
+        out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
+        found: Tensor = torch.ops.stretto.exchange_heads(out, *place, False)
         return found
-    exchanged: Tensor = _ExchangeHeads.apply(x, documents, group, degree, layout, gathers, wrap)
-    return exchanged
+    heads, kv_heads = q.shape[1] // degree, k.shape[1] // degree
+    pieces = 2 if heads % 2 == 0 and (kv_heads == 1 or kv_heads % 2 == 0) else 1
+    exchange = _find_exchange(documents, q.shape[2], settings.group, degree, settings.layout, wrap)
+
+    def cut(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tensor.unflatten(1, (degree, -1)).tensor_split(count, 2)
+
+    of_kv = 1 if kv_heads == 1 else pieces
+    travelling, results = [], []
+    for tensors in zip_longest(cut(q, pieces), cut(k, of_kv), cut(v, of_kv)):
+        sent = [each for each in tensors if each is not None]  # one head of k and v serves both halves
+        sizes = [(each.shape[2], each.shape[4]) for each in sent]
+        travelling.append((_StartHeads.apply(exchange, True, *sent), sizes))
+    for number, (rows, sizes) in enumerate(travelling):
+        q, *others = _FinishHeads.apply(rows, exchange, True, sizes)
+        k, v = others or (k, v)
+        of_these = None if sinks is None else sinks.chunk(pieces)[number].contiguous()
+        out = attend_to_context(q, k, v, of_these, documents, settings, wrap)
+        results.append((_StartHeads.apply(exchange, False, out), [(out.shape[1], out.shape[3])]))
+    parts = [_FinishHeads.apply(rows, exchange, False, sizes)[0].permute(0, 3, 1, 2, 4) for rows, sizes in results]
+    return torch.cat(parts, 3).flatten(2, 3).transpose(1, 2)
 
 
 def _agree(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings) -> Mask:
@@ -224,33 +252,55 @@ define_operator(
 define_operator("context_attention_backward", _run_gradient, fake=_fake_gradient, count_flops=_count_gradient_flops)
 
 
-class _ExchangeHeads(torch.autograd.Function):
-    """`gather_sequence`, or its inverse, whose gradients are each other."""
+class _StartHeads(torch.autograd.Function):
+    """`HeadExchange.start`; the gradient of what it sends comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: HeadExchange, gathers: bool, *tensors: Tensor) -> Tensor:
+        ctx.settings = [(each.shape[2 if gathers else 1], each.shape[-1]) for each in tensors], not gathers
+        ctx.exchange = exchange
+        return exchange.start(tensors, gathers)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None, *ctx.exchange.finish(grad, *ctx.settings)
+
+
+class _FinishHeads(torch.autograd.Function):
+    """`HeadExchange.finish`; gradients are sent back."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool,
-        wrap: CollectiveWrapper,
-    ) -> Tensor:  # fmt: skip
-        ctx.settings = documents, group, degree, layout, not gathers, wrap
-        return _exchange_heads(x, documents, group, degree, layout, gathers, wrap)
+        ctx: Any, rows: Tensor, exchange: HeadExchange, gathers: bool, sizes: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        ctx.settings = exchange, not gathers
+        return tuple(exchange.finish(rows, sizes, gathers))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _ExchangeHeads.apply(grad, *ctx.settings), None, None, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        exchange, gathers = ctx.settings
+        return exchange.start(grads, gathers), None, None, None
 
 
-def _exchange_heads(
-    x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool, wrap: CollectiveWrapper
-) -> Tensor:
-    members, length = find_group(group), x.shape[2] if gathers else x.shape[2] // degree
-    known = _read_documents(documents, length * members.size())
+def _find_exchange(
+    documents: Tensor | None, length: int, group: str, degree: int, layout: str, wrap: CollectiveWrapper
+) -> HeadExchange:
+    """length: of a rank's positions."""
+    members = find_group(group)
+    known = _read_documents(documents, length * members.size()) if layout == "balanced" else None
     chunks = list_chunks_together(layout, members.rank() // degree, degree, members.size(), length, known)
-    return (gather_sequence if gathers else scatter_sequence)(x, group, degree, chunks, wrap)
+    return HeadExchange(group, degree, chunks, wrap)
 
 
 def _run_exchange(x: Tensor, documents: Tensor | None, group: str, degree: int, layout: str, gathers: bool) -> Tensor:
-    return _exchange_heads(x, documents, group, degree, layout, gathers, call).contiguous()
+    length = x.shape[2] if gathers else x.shape[2] // degree
+    exchange = _find_exchange(documents, length, group, degree, layout, call)
+    tensor = x.unflatten(1, (degree, -1)) if gathers else x
+    size = tensor.shape[2 if gathers else 1], x.shape[3]
+    (found,) = exchange.finish(exchange.start([tensor], gathers), [size], gathers)
+    return (found if gathers else found.flatten(1, 2)).contiguous()
 
 
 def _fake_exchange(x: Tensor, degree: int, gathers: bool) -> Tensor:

@@ -23,7 +23,7 @@ from stretto.tiles.launches import launch_kernel
 BLOCK = 1024
 """Dense numbers of a warp, and of one prefix sum."""
 WARPS = 1
-"""Warps of a program, each with its own block: `stretto bench sparse --variants` times others."""
+"""Warps of a program, each with its own block: `python -m lab sparse --variants` times others."""
 COMPRESS_TURNS, ADD_TURNS, EXPAND_TURNS = 2, 4, 1
 """Blocks that a warp takes one after another."""
 

@@ -20,7 +20,7 @@ from stretto.planner.compute import Device, block_seconds, cast_seconds
 from stretto.planner.cost import Cost
 from stretto.planner.experts.cost import expert_seconds, expert_volume, local_expert_parameters
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
-from stretto.planner.grid_plan import Candidate, check_finite, rounded
+from stretto.planner.grid_plan import Candidate, ChosenWay, check_finite, choose_way, rounded
 from stretto.planner.grids import divisors, every_grid, why_impossible
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
@@ -401,8 +401,10 @@ def make_candidate(
     memory: RankMemory,
     *,
     replays: bool = False,
+    attention: ChosenWay | None = None,
 ) -> Candidate:
-    """The candidate of one config's predicted stages. memory: of the rank that needs most."""
+    """The candidate of one config's predicted stages. memory: of the rank that needs most. attention: as `Candidate`
+    has it."""
     config, rates = plan.config, bandwidths(cluster, plan.config.grid)
     if device is None:
         cost = paper_pipeline_cost(workload, plan, cluster, rates)
@@ -411,7 +413,8 @@ def make_candidate(
     check_finite(cost, cluster)
     host = host_memory(workload, config, cluster, memory.parameters, memory.kept_on_host)
     fits = peak(memory.peak) <= limit and host.fits
-    return Candidate(config, cost, memory.peak, host, fits, None, workload.model.copies(config.grid), worst=memory)
+    copies = workload.model.copies(config.grid)
+    return Candidate(config, cost, memory.peak, host, fits, None, copies, worst=memory, attention=attention)
 
 
 def judge_pipeline(
@@ -422,12 +425,18 @@ def judge_pipeline(
     count, model = config.micro_batches(workload), workload.model
     if why := why_no_schedule(model, config.schedule, config.grid.pipe, count):
         raise ValueError(f"the grid {config.grid} cannot run {model.name}: {why}")
+    attention = None
     if device is None:
         plan = estimate_evenly(workload, config, cluster)
     else:
-        plan = estimate(workload, config, device, bandwidths(cluster, config.grid))
+        rates = bandwidths(cluster, config.grid)
+        config, attention = choose_way(
+            workload, config, device,
+            lambda each: pipeline_cost(estimate(workload, each, device, rates), device, rates),
+        )  # fmt: skip
+        plan = estimate(workload, config, device, rates)
     memory = pipeline_memory(workload, config, plan.ranks, cluster=cluster)[0]
-    return make_candidate(workload, cluster, device, limit, plan, memory, replays=True)
+    return make_candidate(workload, cluster, device, limit, plan, memory, replays=True, attention=attention)
 
 
 def replay_first(

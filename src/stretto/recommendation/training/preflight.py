@@ -8,7 +8,7 @@ from stretto.cluster.host_memory import check_room
 from stretto.recommendation import DLRMConfig
 from stretto.recommendation.data import ClickDataset, CriteoClicks, SyntheticClicks
 from stretto.recommendation.data.criteo import NUMBERS
-from stretto.recommendation.table_planner import STATES
+from stretto.recommendation.table_planner import STATE_SIZES
 from stretto.recommendation.training.config import DLRMTrainConfig, describe
 from stretto.train.checkpoint import find_checkpoint
 from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
@@ -121,7 +121,7 @@ def check_memory(config: DLRMTrainConfig) -> None:
         return
     model = config.model.to_dlrm()
     numbers = sum(rows * model.dim for rows in model.rows)
-    of_row, of_number = STATES[config.train.table_optimizer]
+    of_row, of_number = STATE_SIZES[config.train.table_optimizer]
     state = of_row * sum(model.rows) + of_number * numbers
     check_room(
         (numbers + state) * _ITEMSIZE[config.train.dtype] / config.ranks,

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team, is_exact
 from torch import Tensor
 
 from stretto import ops
 from stretto.ops.operator import FP8, OperatorWorkspace, _caches, list_node_groups, list_put_channels
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team, is_exact
 
 FAMILY = "operators"
 ENTRIES = 6

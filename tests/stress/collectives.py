@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from tests.stress.harness.catalogue import Check, Configuration, StressCase
+from tests.stress.harness.team import Team
 from torch import Tensor
 
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.collective import Collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
-from stretto.stress.catalogue import Check, Configuration, StressCase
-from stretto.stress.team import Team
 
 FAMILY = "collectives"
 PROTOCOLS = ("LL", "LL128", "Simple")

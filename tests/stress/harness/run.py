@@ -9,15 +9,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from tests.stress.harness.catalogue import Configuration, load_catalogue, select
+from tests.stress.harness.ledger import Account, Ledger
+from tests.stress.harness.settings import StressSetting
+from tests.stress.harness.team import mix
+from tests.stress.harness.worker import CallBatch, Poison
+from tests.stress.harness.worker_pool import Replies, WorkerPool
+
 from stretto.cluster.detection import count_gpus
 from stretto.memory.mps import has_mps, mps_daemon, share_for
 from stretto.memory.shared_gpus import SWITCH
-from stretto.stress.catalogue import Configuration, load_catalogue, select
-from stretto.stress.ledger import Account, Ledger
-from stretto.stress.settings import StressSetting
-from stretto.stress.team import mix
-from stretto.stress.worker import CallBatch, Poison
-from stretto.stress.worker_pool import Replies, WorkerPool
 
 RESULTS_A_BATCH = 2_400  # of all ranks together, on GPUs
 FLOOR = 2_400  # results that every configuration gets before any gets more

@@ -15,12 +15,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from stretto.suggestions import did_you_mean
 
 if TYPE_CHECKING:
+    from tests.stress.harness.team import Team
     from torch import Tensor
 
-    from stretto.stress.team import Team
-
-CATALOGUES = ("stretto.stress.operators", "stretto.stress.collectives")
-"""Configurations that users check on a machine of their own; tests/stress has the rest."""
+CATALOGUES = (
+    "tests.stress.operators",
+    "tests.stress.collectives",
+    "tests.stress.primitives",
+    "tests.stress.embedding",
+    "tests.stress.copy_engines",
+    "tests.stress.optimizers",
+    "tests.stress.attention",
+    "tests.stress.exchange",
+    "tests.stress.tensor_parallel",
+    "tests.stress.experts",
+    "tests.stress.few_tokens",
+    "tests.stress.inference",
+)
 
 
 class Check(NamedTuple):

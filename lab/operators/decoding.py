@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench decoding`: the calls of a decoding step, each beside the fastest public way to do it, in one run.
+"""`python -m lab decoding`: the calls of a decoding step, each beside the fastest public way to do it, in one run.
 
 Caches and weights rotate through more memory than a GPU's caches hold. A row has the bytes that a call must read, and
 the part of the GPU's memory bandwidth that this makes of the time.
@@ -7,49 +7,82 @@ the part of the GPU's memory bandwidth that this makes of the time.
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from lab.harness import Bench, Measured, column, keep_rows
 from stretto import ops
-from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
+from stretto.bench.harness import print_row, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
-from stretto.bench.operators.settings import DecodingSetting
+from stretto.bench.settings import Needs, Option, Ranks, Rounds, require_known
 from stretto.cluster import Cluster
 from stretto.memory.gpus import count_processors
 from stretto.ops.decoding.paged_kernels import SINGLES, PagedCall, PagedConfig, attend_by_kernels
 from stretto.ops.invariant.kernels import Tile, choose_tile, multiply_in_parts, multiply_leaves
 from stretto.parallel import Grid
+from stretto.quantities import MAX_COUNT, MAX_LENGTH, require_least
 from stretto.tiles.launches import count_shared_bytes
 
 _ROTATED_BYTES = 512 << 20  # more than a GPU's L2 cache
 EPS = 1e-5
-COLUMNS = (
-    Column("call", "call"),
-    Column("m", "tokens"),
-    Column("shape", "shape"),
-    Column("variant", "tiles"),
-    Column("stretto", "Stretto (us)", "{:.1f}"),
-    Column("invariant", "invariant (us)", "{:.1f}"),
-    Column("library", "library (us)", "{:.1f}"),
-    Column("to_library", "library / Stretto", "{:.2f}"),
-    Column("cost", "cost of invariance", "{:.0%}"),
-    Column("megabytes", "reads (MB)", "{:.1f}"),
-    Column("bandwidth", "of memory bandwidth", "{:.0%}"),
-    Column("error", "error", "{:.0e}"),
-)
+DECODING_CALLS = ("attention", "products")
 
 
-def bench_decoding(ranks: int, out: Path, setting: DecodingSetting) -> list[dict[str, Any]]:
-    """Measure all calls, print the table, and write the JSON anew after every row. Returns the rows."""
+@dataclass(frozen=True)
+class DecodingSetting:
+    """Settings of `python -m lab decoding`."""
+
+    only: Annotated[tuple[str, ...], Option("attention, products, with commas.", "--only")] = DECODING_CALLS
+    batches: Annotated[tuple[int, ...], Option("Tokens of a step, one a sequence, with commas.")] = (1, 8, 64)
+    context: Annotated[int, Option("Tokens in each sequence's cache.", least=1, most=MAX_LENGTH)] = 1024
+    heads: Annotated[int, Option("Heads of queries, of this rank.", least=1, most=MAX_COUNT)] = 32
+    kv_heads: Annotated[int, Option("Heads of keys and values, of this rank.", least=1, most=MAX_COUNT)] = 8
+    size: Annotated[int, Option("Numbers of a head.", least=16, most=256)] = 128
+    page: Annotated[int, Option("Tokens of a page.", least=1, most=MAX_LENGTH)] = 16
+    hidden: Annotated[int, Option("n of products, and columns of the norm.", least=16, most=MAX_COUNT)] = 4096
+    depths: Annotated[tuple[int, ...], Option("k of products, of all ranks, with commas.")] = (4096, 14336)
+    has_variants: Annotated[bool, Option("Time other tiles of the kernels too.", "--variants/--no-variants")] = False
+    rounds: Rounds = 4
+    ranks: Ranks = None
+
+    def __post_init__(self) -> None:
+        require_known("call", self.only, DECODING_CALLS)
+        require_least(1, batches=min(self.batches, default=0), depths=min(self.depths, default=0))
+        if self.heads % self.kv_heads:
+            least = self.kv_heads * max(1, round(self.heads / self.kv_heads))
+            raise ValueError(f"--heads is a multiple of --kv-heads, {self.kv_heads}, not {self.heads}: {least} will do")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A call, or one of its kernels' tiles."""
+
+    call: str = column("call")
+    m: int = column("tokens")
+    shape: str = column("shape")
+    variant: str | None = column("tiles", default=None)
+    stretto: float = column("Stretto (us)", "{:.1f}")
+    invariant: float | None = column("invariant (us)", "{:.1f}", None)
+    library: float | None = column("library (us)", "{:.1f}", None)
+    to_library: float | None = column("library / Stretto", "{:.2f}", None)
+    cost: float | None = column("cost of invariance", "{:.0%}", None)
+    megabytes: float = column("reads (MB)", "{:.1f}")
+    bandwidth: float | None = column("of memory bandwidth", "{:.0%}", None)
+    error: float | None = column("error", "{:.0e}", None)
+
+
+def run_decoding(setting: DecodingSetting, out: Path) -> Measured:
+    """Measure all calls; the JSON is written anew after every row."""
+    ranks = setting.ranks or 1
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
-    print_table(f"Calls of a decoding step, {ranks} ranks", COLUMNS, rows)
-    return rows
+    return Measured(rows, {"ranks": ranks}, title=f"Calls of a decoding step, {ranks} ranks")
 
 
 @torch.no_grad()
@@ -70,7 +103,7 @@ def measure_all(ranks: int, out: Path, setting: DecodingSetting) -> list[dict[st
                 rows.append(row)
                 print_row(row)
                 if dist.get_rank() == 0:
-                    write_result(out, "decoding", COLUMNS, rows, ranks=ranks)
+                    keep_rows(out, "decoding", Row, {"ranks": ranks}, rows)
     return rows
 
 
@@ -200,3 +233,15 @@ def _time_variants(
     found = time_interleaved(runs, 0, is_graph=True, effort=TimingEffort(setting.rounds, 5))
     for name, timed in sorted(found.items(), key=lambda pair: pair[1].seconds):
         yield {**row, "error": None, "variant": name, "stretto": timed.seconds * 1e6}
+
+
+BENCH = Bench(
+    "decoding",
+    "Attention to a paged cache, and products with their sum and norm, compared with torch's and the backend's.",
+    DecodingSetting,
+    run_decoding,
+    Row,
+    title="Calls of a decoding step",
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)

@@ -13,13 +13,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from stretto.stress.worker import BatchOutcome, WorkerSetting
+from tests.stress.harness.worker import BatchOutcome, WorkerSetting
 
 START_LIMIT = 240.0  # seconds for all ranks to start
 GRACE = 5.0  # seconds for the others to answer once one has raised or died
 _END_LIMIT = 20.0
 # Not with -m: the worker's module would then be __main__, whose classes differ from the parent's.
-_WORKER = "from stretto.stress.worker import main; main()"
+_WORKER = "from tests.stress.harness.worker import main; main()"
 
 
 @dataclass

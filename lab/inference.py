@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench inference`: time per token of a batch, and of prompts, by an engine and by its peers.
+"""`python -m lab inference`: time per token of a batch, and of prompts, by an engine and by its peers.
 
 Peers, on one GPU: transformers' `generate` with a static cache, compiled; its continuous batching (`generate_batch`);
-gpt-fast's recipe (`stretto.bench.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
+gpt-fast's recipe (`lab.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
 
 --invariant: an engine with invariant=True runs in turn with the plain one. Predicted cost for Llama-3-8B's shape on one
 H200, from times of its kernels: decoding 1 and 8, 1 to 4%; decoding 64 with 1,024 tokens each, 10% (attention, a third
@@ -13,45 +13,84 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.gpt_fast import PlainDecoder
-from stretto.bench.harness import FAILURES, Column, print_row, print_table, run_ranks, write_result
-from stretto.bench.settings import InferenceSetting
+from lab.gpt_fast import PlainDecoder
+from lab.harness import Bench, Measured, column, keep_rows
+from stretto.bench.harness import FAILURES, print_row, run_ranks
+from stretto.bench.settings import Layers, Needs, Option, Ranks, Rounds, require_known
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.capture import WARM_UP
 from stretto.planner.inference import PassSeconds, plan_inference
-
-COLUMNS = (
-    Column("what", "what"),
-    Column("stretto", "Stretto (ms)", "{:.3f}"),
-    Column("invariant", "invariant (ms)", "{:.3f}"),
-    Column("cost", "cost of invariance", "{:.0%}"),
-    Column("generate", "generate, static cache, compiled (ms)", "{:.3f}"),
-    Column("batch", "generate_batch (ms)", "{:.3f}"),
-    Column("gpt-fast", "gpt-fast's recipe (ms)", "{:.3f}"),
-    Column("limit", "bytes and FLOPs (ms)", "{:.3f}"),
-    Column("of_limit", "of the limit", "{:.0%}"),
-    Column("predicted", "plan --inference (ms)", "{:.3f}"),
-    Column("tokens", "tokens/s", "{:,.0f}"),
-    Column("error", "error"),
-)
+from stretto.quantities import MAX_LENGTH, require_least
+from stretto.suggestions import name_known
 
 
-def bench_inference(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[str, Any]]:
-    """Measure all batches and prompts, and print the table; the JSON is written anew after every row."""
+@dataclass(frozen=True)
+class InferenceSetting:
+    """Settings of `python -m lab inference`.
+
+    The model has random weights. A batch decodes with `context` tokens in each request's cache at first; prompts run by
+    themselves. Raises ValueError for an unknown model, and for numbers that are not positive.
+    """
+
+    model: Annotated[str, Option("A public model, with random weights.")] = "llama-3-8b"
+    layers: Layers = None
+    batches: Annotated[tuple[int, ...], Option("Requests that decode at a time, with commas.")] = (1, 8, 64)
+    context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
+    prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
+    new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
+    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate, batch, gpt-fast.")] = ()
+    invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
+        False
+    )
+    rounds: Rounds = 3
+    ranks: Ranks = None
+
+    def __post_init__(self) -> None:
+        if self.model not in PUBLIC_MODELS:
+            raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
+        require_known("peer", self.skip, ("generate", "batch", "gpt-fast"))
+        require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A batch that decodes, or a prompt: milliseconds of a step."""
+
+    what: str = column("what")
+    stretto: float = column("Stretto (ms)", "{:.3f}")
+    invariant: float | None = column("invariant (ms)", "{:.3f}", None)
+    cost: float | None = column("cost of invariance", "{:.0%}", None)
+    generate: float | None = column("generate, static cache, compiled (ms)", "{:.3f}", None)
+    batch: float | None = column("generate_batch (ms)", "{:.3f}", None)
+    gpt_fast: float | None = column("gpt-fast's recipe (ms)", "{:.3f}", None)
+    limit: float | None = column("bytes and FLOPs (ms)", "{:.3f}", None)
+    of_limit: float | None = column("of the limit", "{:.0%}", None)
+    predicted: float | None = column("plan --inference (ms)", "{:.3f}", None)
+    tokens: float = column("tokens/s", "{:,.0f}")
+    error: str | None = column("error", default=None)
+
+
+def run_inference(setting: InferenceSetting, out: Path) -> Measured:
+    """Measure all batches and prompts; the JSON is written anew after every row."""
+    ranks = setting.ranks or 1
     rows = run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
-    print_table(f"{setting.model}, {ranks} ranks", COLUMNS, rows)
-    return rows
+    return Measured(rows, _about(setting, ranks), title=f"{setting.model}, {ranks} ranks")
+
+
+def _about(setting: InferenceSetting, ranks: int) -> dict[str, Any]:
+    return {"ranks": ranks, "model": setting.model, "layers": setting.layers}
 
 
 def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[str, Any]]:
@@ -74,7 +113,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
 
     def record(what: str, predicted: PassSeconds | None, seconds: dict[str, Any], tokens: int) -> None:
         row = {"what": what, "tokens": tokens / seconds["stretto"]}
-        row |= {name: value * 1e3 if name != "error" else value for name, value in seconds.items()}
+        row |= {name.replace("-", "_"): value * 1e3 if name != "error" else value for name, value in seconds.items()}
         if "invariant" in seconds:
             row["cost"] = seconds["invariant"] / seconds["stretto"] - 1
         if predicted is not None:
@@ -83,7 +122,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
         rows.append(row)
         print_row(row)
         if dist.get_rank() == 0:
-            write_result(out, "inference", COLUMNS, rows, ranks=ranks, model=setting.model, layers=setting.layers)
+            keep_rows(out, "inference", Row, _about(setting, ranks), rows)
 
     for batch in setting.batches:
         runs: dict[str, Callable[[], float]] = {
@@ -295,3 +334,15 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+BENCH = Bench(
+    "inference",
+    "Tokens a second and time to the first token of an engine, compared with transformers' generate.",
+    InferenceSetting,
+    run_inference,
+    Row,
+    title="An engine beside its peers",
+    needs=Needs.RANKS,
+    about=lambda setting: {},
+)

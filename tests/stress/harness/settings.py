@@ -5,11 +5,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.stress.harness.catalogue import CATALOGUES
+from tests.stress.harness.ledger import Ledger
+
 from stretto.atomic_files import require_writable
 from stretto.cluster.local_ranks import name_node
 from stretto.quantities import require_least
-from stretto.stress.catalogue import CATALOGUES
-from stretto.stress.ledger import Ledger
 
 MAX_RANKS = 64
 

@@ -1,41 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench sparse`: the kernels of `stretto.optim.sparse` beside a plain copy; layers by cuBLAS and cuSPARSE.
+"""`python -m lab sparse`: the kernels of `stretto.optim.sparse` beside a plain copy; layers by cuBLAS and cuSPARSE.
 
 The bytes of a row are those that must move: dense numbers and bitmap once, and what is left once; of positions, 4 bytes
 for each number that is left in place of the bitmap. A copy moves each number twice. All are timed in turn.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from statistics import median
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.bench.harness import Column, print_table, run_ranks, time_each_step, write_result
-from stretto.bench.settings import SparseSetting
+from lab.harness import Bench, column
+from stretto.bench.harness import run_ranks, time_each_step
+from stretto.bench.settings import Needs, Option, Repeats, Rounds
 from stretto.cluster.detection import count_gpus
-from stretto.execution import SparseIndexKind
+from stretto.execution import SparseIndexKind, check_sparsity
 from stretto.optim.sparse import BitmapIndex, SparseIndex, make_index
 from stretto.optim.sparse.masks import pack
 from stretto.parallel import Grid
+from stretto.quantities import MAX_COUNT, require_least
 from stretto.tiles.launches import launch_kernel
 
-COLUMNS = (
-    Column("what", "what"),
-    Column("sparsity", "sparsity"),
-    Column("size", "numbers, or width"),
-    Column("milliseconds", "ms", "{:.4f}"),
-    Column("terabytes", "TB/s", "{:.2f}"),
-    Column("of_copy", "of the best copy", "{:.0%}"),
-    Column("dense_milliseconds", "dense (ms)", "{:.4f}"),
-    Column("over_dense", "times the dense time", "{:.1f}"),
-)
+
+@dataclass(frozen=True)
+class SparseSetting:
+    """Sparsities, numbers of a weight, and widths of layers (Singh, figure 4.1: batch 576, 128^2 to 4096^2)."""
+
+    sparsities: Annotated[tuple[float, ...], Option("Parts that are pruned, with commas.")] = (0.5, 0.8, 0.9, 0.95)
+    numbers: Annotated[int, Option("Numbers of the weight that is compressed.", least=1, most=MAX_COUNT)] = 1 << 28
+    widths: Annotated[tuple[int, ...], Option("Inputs and outputs of the layers, with commas.")] = (
+        128,
+        256,
+        512,
+        1024,
+        2048,
+        4096,
+    )
+    batch: Annotated[int, Option("Rows of the layers' inputs.", least=1, most=MAX_COUNT)] = 576
+    variants: Annotated[bool, Option("Time the bitmap's kernels in all variants, and nothing else.")] = False
+    cpu: Annotated[bool, Option("Try it on the CPU, with small --numbers and --widths.", "--cpu")] = False
+    repeats: Repeats = 20
+    rounds: Rounds = 5
+
+    def __post_init__(self) -> None:
+        for sparsity in self.sparsities:
+            check_sparsity(sparsity)
+        require_least(1, repeats=self.repeats, rounds=self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A run. size: numbers of the weight, or inputs and outputs of the layer."""
+
+    what: str = column("what")
+    sparsity: float | None = column("sparsity")
+    size: int = column("numbers, or width")
+    milliseconds: float = column("ms", "{:.4f}")
+    terabytes: float | None = column("TB/s", "{:.2f}", None)
+    of_copy: float | None = column("of the best copy", "{:.0%}", None)
+    dense_milliseconds: float | None = column("dense (ms)", "{:.4f}", None)
+    over_dense: float | None = column("times the dense time", "{:.1f}", None)
 
 
 @triton.jit
@@ -45,17 +76,15 @@ def copy_numbers(source, out, size, BLOCK: tl.constexpr):  # type: ignore[no-unt
     tl.store(out + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
-def bench_sparse(out: Path, setting: SparseSetting) -> list[dict[str, Any]]:
-    """Measure all rows on one GPU, write them to `out`, and print the table. Returns the rows."""
+def run_sparse(setting: SparseSetting) -> list[Row]:
+    """Measure all rows on one GPU."""
     if not setting.cpu and not count_gpus():
         raise ValueError("this takes a GPU, and this machine has none; --cpu tries it without")
-    rows: list[dict[str, Any]] = run_ranks(1, measure_all, setting, trains=False)
-    write_result(out, "sparse", COLUMNS, rows, batch=setting.batch)
-    print_table("Pruned weights", COLUMNS, rows)
+    rows: list[Row] = run_ranks(1, measure_all, setting, trains=False)
     return rows
 
 
-def measure_all(setting: SparseSetting) -> list[dict[str, Any]]:
+def measure_all(setting: SparseSetting) -> list[Row]:
     """The job of the one rank."""
     device = Grid(device="cpu" if setting.cpu else None).device
     return _measure_kernels(setting, device) + ([] if setting.variants else _measure_layers(setting, device))
@@ -70,8 +99,8 @@ def _time(runs: dict[str, Callable[[], Any]], setting: SparseSetting) -> dict[st
     return {name: median(each) for name, each in seconds.items()}
 
 
-def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[dict[str, Any]]:
-    size, rows = setting.numbers, list[dict[str, Any]]()
+def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[Row]:
+    size, rows = setting.numbers, list[Row]()
     dense = torch.randn(size, dtype=torch.bfloat16, device=device)
     other = torch.empty_like(dense)
     runs: dict[str, Callable[[], Any]] = {"torch copy": partial(other.copy_, dense)}
@@ -93,8 +122,16 @@ def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[dict[
     copied = max(num_bytes[name] / seconds[name] for name in copies)
     for name in runs:
         rate = num_bytes[name] / seconds[name]
-        row = {"what": name, "sparsity": about.get(name), "size": size, "milliseconds": seconds[name] * 1e3}
-        rows.append(row | {"terabytes": rate / 1e12, "of_copy": rate / copied})
+        rows.append(
+            Row(
+                what=name,
+                sparsity=about.get(name),
+                size=size,
+                milliseconds=seconds[name] * 1e3,
+                terabytes=rate / 1e12,
+                of_copy=rate / copied,
+            )
+        )
     return rows
 
 
@@ -127,7 +164,7 @@ def _list_runs(
     return found
 
 
-def _measure_layers(setting: SparseSetting, device: torch.device) -> list[dict[str, Any]]:
+def _measure_layers(setting: SparseSetting, device: torch.device) -> list[Row]:
     """A linear layer with pruned weights, in fp16: dense by cuBLAS, and sparse by cuSPARSE (Singh, figure 4.1)."""
     rows, dtype = [], torch.float32 if setting.cpu else torch.float16
     for width in setting.widths:
@@ -140,6 +177,26 @@ def _measure_layers(setting: SparseSetting, device: torch.device) -> list[dict[s
         seconds = _time(runs, setting)
         for sparsity in setting.sparsities:
             taken, dense = seconds[str(sparsity)], seconds["dense"]
-            row = {"what": "layer by cuSPARSE", "sparsity": sparsity, "size": width, "milliseconds": taken * 1e3}
-            rows.append(row | {"dense_milliseconds": dense * 1e3, "over_dense": taken / dense})
+            rows.append(
+                Row(
+                    what="layer by cuSPARSE",
+                    sparsity=sparsity,
+                    size=width,
+                    milliseconds=taken * 1e3,
+                    dense_milliseconds=dense * 1e3,
+                    over_dense=taken / dense,
+                )
+            )
     return rows
+
+
+BENCH = Bench(
+    "sparse",
+    "Compress and expand of pruned weights beside a copy, and layers by cuBLAS and cuSPARSE.",
+    SparseSetting,
+    run_sparse,
+    Row,
+    title="Pruned weights",
+    needs=Needs.ONE_GPU,
+    about=lambda setting: {"batch": setting.batch},
+)

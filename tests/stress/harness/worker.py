@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-    from stretto.stress.catalogue import Check, Configuration, StressCase
-    from stretto.stress.team import Team
+    from tests.stress.harness.catalogue import Check, Configuration, StressCase
+    from tests.stress.harness.team import Team
 
 GRAPH_CALLS = 8  # that one CUDA graph holds
 MODES = ("eager", "graph", "groups")
@@ -140,9 +139,10 @@ def _start(setting: WorkerSetting) -> _State:
 
     if setting.prepare:
         import_module(setting.prepare).install()
+    from tests.stress.harness.catalogue import load_catalogue
+    from tests.stress.harness.team import Team, mix
+
     from stretto.memory import shared_gpus
-    from stretto.stress.catalogue import load_catalogue
-    from stretto.stress.team import Team, mix
 
     torch.set_num_threads(1)
     device = torch.device("cpu")
@@ -199,8 +199,7 @@ def _watch_launches(launched: set[str]) -> None:
 def _find_team(state: _State, name: str) -> "Team":
     """A group of ranks, made at its first use: "world", "again" (all ranks once more) or "halves" (one of two)."""
     import torch.distributed as dist
-
-    from stretto.stress.team import Team
+    from tests.stress.harness.team import Team
 
     if name not in state.teams:
         ranks = range(state.setting.ranks)
@@ -238,8 +237,7 @@ def _synchronize(state: _State) -> None:
 def _run(state: _State, batch: CallBatch, began: float) -> BatchOutcome:
     """Run a batch of calls, and read the counts of wrong results at its end."""
     import torch
-
-    from stretto.stress.team import mix
+    from tests.stress.harness.team import mix
 
     shared = random.Random(mix(state.setting.seed, batch.name, batch.number))
     configuration = state.catalogue[batch.name]
