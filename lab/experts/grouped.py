@@ -168,7 +168,7 @@ class ExpertsCase:
         self.load = load_of(self.ids, experts)
         self.inner, self.grad_up, self.grad = make(t * k, inner), make(t * k, 2 * inner), make(t * k, h)
         order = sort_by_expert(self.ids, experts)
-        self.tokens, self.offsets = (order.slots // k).to(torch.int32), order.offsets
+        self.tokens, self.offsets = order.tokens, order.offsets
         self.ends = order.offsets[1:].contiguous()
         self.rows = self.x[self.tokens]
         self._operands = self.x, self.gate_up, self.down

@@ -87,7 +87,7 @@ def check_whole(shape: tuple[int, ...]) -> list[float]:
     tokens, hidden, inner, experts, k = shape
     x, gate_up = draw(1, tokens, hidden), draw(2, experts, 2 * inner, hidden)
     order = moe.permutation.sort_by_expert(choose_experts(tokens, experts, k, "uniform"), experts)
-    named, offsets = (order.slots // k).to(torch.int32), order.offsets
+    named, offsets = order.tokens, order.offsets
     poison()
     out = moe.grouped_matmul(x, gate_up, offsets, tokens=named, implementation="kernel")
     rows = moe.grouped_matmul(out, gate_up.mT, offsets, implementation="kernel")

@@ -14,7 +14,7 @@ from stretto.collectives import Schedule
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
 from stretto.ops.moe.grouped.matmul import compute_product
-from stretto.ops.moe.permutation import sum_copies
+from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.places import find_places
 
 ENTRIES = 6
@@ -148,15 +148,20 @@ class ArrivalsCase(ExchangeCase):
         places = find_places(
             x, ids, weights, self._experts, self._team.group, max_rows=self._max_rows, implementation="kernel"
         )
-        index, found = places.index, []
-        numbers = index.places().to(torch.int32)
-        for sent in (x, grad):
-            kept, arrivals = places.start(sent)
+        index, route, found = places.index, places.route, []
+        assert isinstance(route, KernelRoute)
+        numbers = index.places
+        for sent, programs in ((x, None), (grad, 8)):  # sums leave before what follows, and beside it
+            _, arrivals = places.start(sent)
             assert arrivals is not None
+            copied = places.spread(arrivals.rows, arrivals) if entry % 2 else None
             rows = compute_product(arrivals.rows, self._weight, index.offsets, numbers, "kernel", arrivals)
-            arrivals.keep(kept)
-            sums = sum_copies(rows, index.positions, places.send_weights(weights), index.is_here)
-            found.append(places.start_back(sums)())
+            arrivals.wait()
+            if copied is not None:  # the same from rows that were copied as they arrived
+                rows = compute_product(copied, self._weight, index.offsets, None, "kernel")
+            factors = places.send_weights(weights).reshape(-1).index_select(0, index.slots)
+            weighed = rows * factors.to(rows.dtype)[:, None]
+            found.append(route.start_sum_back(weighed, places.wrap_collective, programs)())
         return [Check(one, right.to(one.dtype)) for one, right in zip(found, self._expected[entry], strict=False)]
 
 

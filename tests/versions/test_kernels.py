@@ -128,11 +128,14 @@ def launch_exchange(name: str) -> Launch:
         unused = tiles.shard_tiles(0, 4, 1, channels=1, fixed=True)
         arguments = make_channel("p2p"), unused, WORDS, WORDS, WORDS, LONGS, 4096, 8, 8, 8
         return Launch(exchange_kernel.exchange_counts, arguments, {"num_warps": 1})
-    mapping = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True)
-    half = FLOATS.bfloat16()
-    pushed = routed.GivenRows(half, LONGS, 4096)
-    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 0, True, True, 32, 1024
-    return Launch(exchange_kernel.push_rows, arguments, {"num_warps": 16})
+    mapping, half = tiles.shard_tiles(64, 4, 1, channels=32, fixed=True), FLOATS.bfloat16()
+    pushed: Any = routed.GivenRows(half, LONGS, 4096)
+    tile, options = (0, 32, 1024), {"num_warps": 16}
+    if name == "push_rows":
+        pushed = exchange_kernel.SummedRows(half, LONGS, 4096, FLOATS, FLOATS.to(torch.uint8))
+        tile, options = (8, 8, 1024), {"num_warps": 32, "enable_fp_fusion": False}
+    arguments = make_channel("p2p"), mapping, pushed, half.clone(), WORDS, 8192, 8192, 1, True, *tile
+    return Launch(exchange_kernel.push_rows, arguments, options)
 
 
 def launch_pairs(name: str) -> Launch:
@@ -146,7 +149,7 @@ def launch_sort(name: str) -> Launch:
     copies = WORDS, 16, 65536, 8, WORDS, WORDS
     if name == "count_copies":
         return Launch(sorting.count_copies, (*copies, 64), {})
-    found = LONGS, LONGS, FLOATS.to(torch.uint8), WORDS
+    found = LONGS, WORDS, LONGS, FLOATS.to(torch.uint8)
     return Launch(sorting.place_copies, (*copies, *found, 65536, 64), {})
 
 
@@ -342,8 +345,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
 }
 
 
-def compile_ptx(name: str) -> str:
-    kernel, arguments, options = LAUNCHES[name]()
+def compile_ptx(name: str, launch: Callable[[], Launch] | None = None) -> str:
+    kernel, arguments, options = (launch or LAUNCHES[name])()
     forms = compile_kernel(kernel, arguments, options, "sm_90")
     assert forms["cubin"]
     return forms["ptx"]
@@ -356,6 +359,10 @@ def test_no_kernel_is_left_out():
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_a_kernel_compiles(name):
     assert name.rpartition(".")[2] in compile_ptx(name)
+
+
+def test_rows_are_sent_without_sums_too():
+    assert "push_rows" in compile_ptx("push_rows", lambda: launch_exchange("rows alone"))
 
 
 def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():

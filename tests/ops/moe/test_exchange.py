@@ -340,7 +340,7 @@ def compute_by_places(case, max_rows=None, **options):
     x, weights, gate_up, down = leaves
     ids = part(layer.ids, case.tokens, rank)
     sent = moe.send_tokens(x, ids, weights, case.experts, group, max_rows=max_rows, **options)
-    rows = moe.experts_mlp(sent.tokens[sent.index.places()], sent.index.offsets, gate_up, down)
+    rows = moe.experts_mlp(sent.tokens[sent.index.places], sent.index.offsets, gate_up, down)
     scaled = torch.where(sent.index.is_here, sent.weights, 0)[:, :, None] * rows[sent.index.positions]
     out = moe.return_sums(scaled.sum(1), sent)
     grads = torch.autograd.grad(out, leaves, part(grad, case.tokens, rank))

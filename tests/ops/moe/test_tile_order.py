@@ -152,11 +152,11 @@ def multiply_while_rows_arrive(is_fixed):
         return push(*arguments)
 
     for turn in range(4):  # of two slots each is used twice
-        numbers, offsets = places.index.places().to(torch.int32), places.index.offsets
+        numbers, offsets = places.index.places, places.index.offsets
         with mock.patch.object(kernel_route, "GivenRows", push_late):
             kept, arrivals = places.start(x * (turn + 1))
             found = multiply(config, arrivals.rows, weight, offsets, numbers, arrivals)
-        arrivals.keep(kept)
+        arrivals.wait()
         sent = places.route.send(lambda: x * (turn + 1), call)  # noqa: B023
         count = int(places.route.table[-1, rank, 0])
         right = multiply(config, kept, weight, offsets, numbers)
@@ -179,7 +179,7 @@ def return_in_parts():
     ids, weights = torch.rand(20, 4, generator=generator).topk(2).indices, draw(SEED + rank, 20, 2).float()
     x, weight = draw(SEED + 2 + rank, 20, 16).bfloat16(), draw(SEED + rank, 2, 40, 16).bfloat16()
     places = find_places(x, ids, weights, 4, group, implementation="kernel")
-    sent, numbers = places.route.send(lambda: x, call), places.index.places().to(torch.int32)
+    sent, numbers = places.route.send(lambda: x, call), places.index.places
     config, parts = GroupedConfig(BLOCKS, stores_by_tma=True), []
 
     rows = sent[numbers.long()]

@@ -31,7 +31,6 @@ from stretto.ops.moe.grouped.matmul import (
     grouped_weight_gradient,
     multiply_arriving,
     require_operands,
-    take_rows,
 )
 from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places
@@ -126,17 +125,16 @@ class _DispatchProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, places: Places) -> Tensor:
         index, route = places.index, places.route
-        tokens, arrivals = places.start(x)
-        numbers = index.places().to(torch.int32)
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        tokens, arrivals = places.start(x, keeps=needs_weight)
         rows = tokens if arrivals is None else arrivals.rows
-        product = multiply_arriving(rows, weight, index.offsets, numbers, arrivals)
+        product = multiply_arriving(rows, weight, index.offsets, index.places, arrivals)
         if arrivals is not None:
-            arrivals.keep(tokens)
+            arrivals.wait()
             if route is not None and route.needed is not None:  # so that every product with these rows is NaN
                 product[:, :1].masked_fill_(route.needed > len(index.slots), torch.nan)
-        needs_x, needs_weight, _ = ctx.needs_input_grad
         ctx.places = places
-        ctx.save_for_backward(tokens if needs_weight else None, weight if needs_x else None, numbers)
+        ctx.save_for_backward(tokens if needs_weight else None, weight if needs_x else None)
         return product
 
     @staticmethod
@@ -144,13 +142,13 @@ class _DispatchProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         places: Places = ctx.places
         index, grad = places.index, grad.contiguous()
-        tokens, weight, numbers = ctx.saved_tensors
+        tokens, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         room = 0
         if weight is not None:
-            finish, room = places.start_product_back(grad, weight.transpose(1, 2)), places.room
+            finish, room = places.start_product_back(grad, weight.transpose(1, 2)), places.room_of_sums
         if tokens is not None:
-            grad_weight = grouped_weight_gradient(grad, tokens, index.offsets, tokens=numbers, room=room)
+            grad_weight = grouped_weight_gradient(grad, places.spread(tokens), index.offsets, room=room)
         if weight is not None:
             grad_x = finish()
         return grad_x, grad_weight, None
@@ -179,8 +177,9 @@ class _ProductCombine(torch.autograd.Function):
         rows, weight, weights = ctx.saved_tensors
         _, needs_weight, needs_weights, *_ = ctx.needs_input_grad
         grad, arrivals = places.start(grad.contiguous(), keeps=False)
-        numbers, dtype = index.places().to(torch.int32), sum_dtype(rows.dtype)
-        of_rows = multiply_arriving(grad, weight.transpose(1, 2), index.offsets, numbers, arrivals)
+        dtype = sum_dtype(rows.dtype)
+        tokens = places.spread(grad, arrivals) if needs_weight else None
+        of_rows = multiply_arriving(grad, weight.transpose(1, 2), index.offsets, index.places, arrivals)
         if arrivals is not None:
             arrivals.wait()
         if not len(index.positions):  # no rank has sent a token here
@@ -189,10 +188,9 @@ class _ProductCombine(torch.autograd.Function):
         factors = weights.reshape(-1).index_select(0, index.slots).to(dtype)
         found = differentiate_weighed(rows, of_rows, factors)
         grad_weight = grad_weights = None
-        tokens = take_rows(grad, numbers) if needs_weight else None  # what arrived, which the next call overwrites
         if needs_weights:
             products = found.products.index_select(0, index.positions.reshape(-1))
-            finish = places.start_back(products.view_as(weights).masked_fill(~index.is_here, 0))
+            finish = places.start_back(torch.where(index.is_here, products.view_as(weights), 0))
         if tokens is not None:
             grad_weight = grouped_weight_gradient(tokens, found.weighed, index.offsets)
         if needs_weights:

@@ -99,11 +99,10 @@ def routed_experts(
         rows, offsets, positions = permute(x, topk_ids, experts)
         rows = experts_mlp(rows, offsets, gate_up, down, activation, implementation=implementation)
         return unpermute(rows, positions, topk_weights)
-    slots, positions, offsets = sort_by_expert(topk_ids, experts)
+    _, tokens, positions, offsets = sort_by_expert(topk_ids, experts)
     require_operands("routed_experts", x, gate_up, offsets)
     require_operands("routed_experts", x.new_empty(0, down.shape[2]), down, offsets)
     require_weighted("routed_experts", x, topk_weights, positions.shape)
-    tokens = (slots // topk_ids.shape[1]).to(torch.int32)
     keeps_inner = needs_gradients(x, topk_weights, gate_up, down)
     results = _multiply_experts(x, offsets, gate_up, down, tokens, positions, topk_weights, keeps_inner, implementation)
     return results[0]

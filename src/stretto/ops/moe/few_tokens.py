@@ -159,7 +159,7 @@ def dispatch_few(
     if route_call.group is None:
         rows = _round(x, payload)
         order = sort_by_expert(topk_ids, num_experts)
-        rows, sent = rows.index_select(0, order.slots // k), _SentByLibrary(order.positions, None, topk_weights)
+        rows, sent = rows.index_select(0, order.tokens), _SentByLibrary(order.positions, None, topk_weights)
         return DispatchedFew(rows, order.offsets, FewHandle((t * k, x.shape[1]), x.dtype, t, None, sent))
     obstacle = _find_obstacle(x, num_experts, route_call.group.size(), payload) if route_call.runs_kernels else ""
     if obstacle and implementation == "kernel":
@@ -253,7 +253,7 @@ def _send_by_library(
     everyones = route.send(lambda: pad(weights, (0, 0, 0, missing)), call)
     index = route.index
     sent = _SentByLibrary(index.positions, index.is_here, everyones)
-    return tokens.index_select(0, index.places()), index.offsets, sent
+    return tokens.index_select(0, index.places), index.offsets, sent
 
 
 def _find_obstacle(x: Tensor, num_experts: int, world: int, payload: torch.dtype | None) -> str:

@@ -108,7 +108,8 @@ def find_fixed_route(
     positions = order.positions - begin
     is_here = (positions >= 0) & (positions < needed[shard])  # also copies beyond max_rows, which so become NaN
     fill = torch.where(needed[shard] > max_rows, torch.nan, 0.0)
-    index = PlaceIndex(slots, positions.clamp(0, max_rows - 1), is_here, offsets)
+    places = (slots // order.positions.shape[1]).to(torch.int32)
+    index = PlaceIndex(slots, places, positions.clamp(0, max_rows - 1), is_here, offsets)
     find_record(groups[0], needed.device).update(needed, max_rows)
     return FixedRoute(groups, index, needed[shard], fill)
 

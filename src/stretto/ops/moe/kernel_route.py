@@ -18,11 +18,11 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.collectives.joint.routed import RoutedSchedule
-from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
+from stretto.memory.gpus import NCCL_BLOCKS, count_processors, limit_waiting
 from stretto.ops.choices import find_nodes
 from stretto.ops.joint.kernel import find_node_group, find_put_channel
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
-from stretto.ops.moe.exchange_kernel import exchange_counts, push_rows
+from stretto.ops.moe.exchange_kernel import SummedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
@@ -42,6 +42,9 @@ from stretto.ops.operator import (
 
 _TILE_BYTES = 65536  # that a program of `push_rows` loads at once: a loop over smaller tiles is bound by latency
 _TILE_ROWS = 64
+_SUMMED_BYTES = 16384  # of the sums of a program: so many for each of the slots are loaded at once
+_SUMMED_PARTS = 4  # times as many parts
+_Sorted = tuple[Tensor, ...]  # what `sort_copies` returns, and weights if there are any
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
@@ -98,18 +101,62 @@ class KernelRoute(Route):
 
         staged: Tensor = wrap_collective("all_to_all", push)
 
-        def finish() -> Tensor:
-            found[0].wait()
-            return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
+        return lambda: self._finish(found[0], staged)
 
-        return finish
+    def start_sum_back(
+        self, rows: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
+    ) -> Callable[[], Tensor]:
+        """As `sum_back` without weights, in the manner of `start_back`.
+
+        programs: of a kernel that runs beside what follows; None for all multiprocessors, before it.
+        """
+        if self.schedule:
+            sums = sum_copies(rows, self.index.positions, is_valid=self.index.is_here)
+            return self.start_back(sums, wrap_collective, programs)
+        found: list[Arrivals] = []
+
+        def push() -> Tensor:
+            found.append(self._push_sums(rows, None, waits=False, programs=programs))
+            return found[0].rows
+
+        staged: Tensor = wrap_collective("all_to_all", push)
+        return lambda: self._finish(found[0], staged)
+
+    def sum_back(
+        self, make: Callable[[], Tensor], weights: Tensor | None, wrap_collective: CollectiveWrapper
+    ) -> Tensor:
+        """Sum rows by place, and give the sums back: see `Route`; a kernel stores them where they are for."""
+        if self.schedule:
+            return super().sum_back(make, weights, wrap_collective)
+
+        def push() -> Tensor:
+            return self._finish(None, self._push_sums(make(), weights).rows)
+
+        summed: Tensor = wrap_collective("all_to_all", push)
+        return summed
+
+    def _push_sums(
+        self, rows: Tensor, weights: Tensor | None, *, waits: bool = True, programs: int | None = None
+    ) -> Arrivals:
+        weights = None if weights is None else weights.contiguous()
+        sums = self.index.positions, weights, self.index.is_here.view(torch.uint8)
+        return _push(
+            self.group, rows, None, self.table, self.pairs_back, back_by=0, sums=sums, waits=waits, programs=programs,
+            beside=programs is not None,
+        )  # fmt: skip
+
+    def _finish(self, arrivals: Arrivals | None, staged: Tensor) -> Tensor:
+        """The sums of what has returned for each token, in the order of ranks."""
+        if arrivals is not None:
+            arrivals.wait()
+        return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Return a row of each place, and sum each token's in the order of ranks."""
 
         def push() -> Tensor:
-            staged = _push(self.group, make(), None, self.table, self.pairs_back, back_by=0, way=self._way(0)).rows
-            return sum_copies(staged, self.pairs.numbers, is_valid=self.pairs.is_pair)
+            pairs = self.table, self.pairs_back
+            return self._finish(None, _push(self.group, make(), None, *pairs, back_by=0, way=self._way(0)).rows)
 
         summed: Tensor = wrap_collective("all_to_all", push)
         return summed
@@ -175,15 +222,39 @@ def find_kernel_route(
     if parts is not None:
         pairs = pairs.repeat(parts)
 
+    def sort(table: Tensor, capacity: int, number: int, rows: int, known: Tensor | None, limit: int) -> _Sorted:
+        """The index of this rank's rows, and weights: nothing of the staging buffer."""
+        words = _push(group, pairs.words, None, table, capacity, way=(schedule, limit)).rows[:number]
+        experts, weights = unpack_words(words, topk_weights)
+        return *sort_copies(experts, local, rows, known), *(() if weights is None else (weights,))
+
+    # While the host waits for the counts, the device sorts as many places as there were in the last call, and a few.
+    last = find_known(find_name(group), topk_ids.device, ("moe places", k, num_experts), lambda: [0])
+    room = 0 if schedule or max_rows is not None else last[0] + last[0] // 8
+    early: list[_Sorted] = []
+
     def exchange() -> tuple[Tensor, ...]:
         table = _exchange_counts(group, pairs.counts, max_rows, group if of_group is None else of_group)
-        return (table, table.cpu()) if max_rows is None else (table,)
+        if max_rows is not None:
+            return (table,)
+        if not room:
+            return table, table.cpu()
+        on_host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=table.is_cuda)
+        event = torch.cuda.Event() if table.is_cuda else None
+        on_host.copy_(table, non_blocking=True)
+        if event is not None:
+            event.record()
+        early.append(sort(table, room, room, room * k, table[world, rank, 0], 0))
+        if event is not None:
+            event.synchronize()
+        return table, on_host
 
     table, *on_host = wrap_collective("all_to_all", exchange)
     if max_rows is None:
         *sent, arriving = on_host[0].tolist()
-        require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         (number, rows), places = arriving[rank], max(number for number, _ in arriving)
+        last[0] = places
+        require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
         limit, choice_limit = (max(one[which] for of_rank in sent for one in of_rank) for which in (0, 1))
     else:
@@ -193,15 +264,15 @@ def find_kernel_route(
 
     filled, needed = (None, None) if max_rows is None else table[world, rank].unbind()
 
-    def push() -> tuple[Tensor, ...]:
-        """The index of this rank's rows, and weights: nothing of the staging buffer."""
-        words = _push(group, pairs.words, None, table, places, way=(schedule, limit)).rows[:number]
-        experts, weights = unpack_words(words, topk_weights)
-        return *sort_copies(experts, local, rows, filled), *(() if weights is None else (weights,))
+    def push() -> _Sorted:
+        if not early or places > room:
+            return sort(table, places, number, rows, filled, limit)
+        slots, tokens, positions, is_here, offsets, *weights = early[0]
+        of_places = (one[:number] for one in (positions, is_here))
+        return slots[:rows], tokens[:rows], *of_places, offsets, *(one[:number] for one in weights)
 
-    slots, positions, is_here, offsets, *weights = wrap_collective("all_to_all", push)
-    index = PlaceIndex(slots, positions, is_here, offsets)
-    given = weights[0] if weights else None
+    found = wrap_collective("all_to_all", push)
+    index, given = PlaceIndex(*found[:5]), None if topk_weights is None else found[5]
     rows_back, limits = (places, back, choices_back), (limit, choice_limit)
     return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits)
 
@@ -267,15 +338,19 @@ def _push(
     capacity: int,
     *,
     back_by: int | None = None,
+    sums: tuple[Tensor, Tensor | None, Tensor] | None = None,
     waits: bool = True,
+    beside: bool = True,
     programs: int | None = None,
     way: tuple[str, int] = ("", 0),
 ) -> Arrivals:
     """Launch `push_rows`; returns this rank's staging buffer [capacity, .], which the group's next call overwrites.
 
     back_by: which number of the table says how many rows return to each rank; None for the pairs' rows that are sent.
-    waits: for all rows that this rank receives; without, the kernel runs on a side stream, own rows first. way: a
-    schedule, by whose messages `move_rows` sends them, and the most rows that a rank has for another.
+    sums: positions, weights and is_here of `SummedRows`, of which sums are pushed. waits: for all rows that this rank
+    receives; without, the kernel runs on a side stream if beside, of so many programs at most, or on the current one,
+    of one a multiprocessor. way: a schedule, by whose messages `move_rows` sends them, and the most rows that a rank
+    has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
     nodes = find_nodes(name, rows.device)
@@ -288,6 +363,8 @@ def _push(
     workspace = find_workspace(here, rows.device, size, "barrier" if routed is None else "copy_engine")
     block_channel, power = workspace.channel, triton.next_power_of_2(world)
     parts, channels = (max(CHANNELS, _PARTS // power), CHANNELS) if rows.is_cuda else (4, 2)
+    if sums is not None:  # all multiprocessors sum, not only as many as the links need
+        parts *= _SUMMED_PARTS
     tables: RoutedTables | None = None
     if routed is None:
         mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
@@ -313,30 +390,46 @@ def _push(
         )
         staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
-        tile_rows = min(max(_TILE_BYTES // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
+        tile_bytes = _TILE_BYTES if sums is None else _SUMMED_BYTES
+        tile_rows = min(max(tile_bytes // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
         pushed = GivenRows(rows, positions, columns)
         # Beside a kernel that consumes the rows, as many as NCCL would take from it.
-        most = limit_waiting(world * parts if waits else NCCL_BLOCKS, rows.device) if rows.is_cuda else 2
+        beside = beside and not waits
+        most = NCCL_BLOCKS if beside else world * parts
+        if not rows.is_cuda:
+            most = 2
+        elif waits or beside:
+            most = limit_waiting(most, rows.device)
+        else:
+            most = min(most, count_processors(rows.device.index))
         programs = most if programs is None else min(programs, most)
-        with contextlib.nullcontext() if waits else tiles.copy_engine(block_channel):
+        with tiles.copy_engine(block_channel) if beside else contextlib.nullcontext():
             if tables is None:
-                constants = back_by or 0, back_by is not None, waits, tile_rows, block
-                arguments = channel, mapping, pushed, staging, table, pushed.known, capacity, *constants
-                key = *map(tiles.kind_of, (*pushed, staging, table)), *constants
-                block_channel.launch(push_rows, key, programs, arguments, num_warps=16)
+                given: GivenRows | SummedRows = pushed
+                known, k = pushed.known, 0
+                if sums is not None:
+                    (known, k), given = sums[0].shape, SummedRows(rows, sums[0], columns, *sums[1:])
+                constants = 0 if back_by is None else back_by + 1, waits, k, tile_rows, block
+                arguments = channel, mapping, given, staging, table, known, capacity, *constants
+                key = *map(tiles.kind_of, (*given, staging, table)), *constants
+                # Of sums a multiprocessor has all the warps that it can, and they are rounded as torch rounds them.
+                warps, is_fused = (16, True) if sums is None else (32, False)
+                block_channel.launch(push_rows, key, programs, arguments, num_warps=warps, enable_fp_fusion=is_fused)
             else:
                 landed = LandedRows(staging, capacity, forwarded)
                 by, tile = (back_by or 0, back_by is not None), (tile_rows, block)
                 launch_moves(
                     block_channel, channel, tables, pushed, landed, table, programs, tile, by=by, waits=waits, puts=puts
                 )  # fmt: skip
+        if not (waits or beside):
+            tiles.open_side_stream(block_channel, 0)  # where rows are awaited
         block_channel.is_open = not waits
     except BaseException:
         abandon(here, block_channel)
         raise
     received = staging if shape == (capacity, columns) else staging[:capacity, :columns]
     counters = None if tables is None else tables.counters
-    sent = rows, positions
+    sent = (rows, positions, sums) if beside else None  # else what frees them follows the kernel on its stream
     return Arrivals(received, block_channel, channel, mapping, tile_rows, table, sent, counters, group.rank())
 
 

@@ -47,11 +47,12 @@ class Permuted(NamedTuple):
 class CopyOrder(NamedTuple):
     """The order of copies of tokens by expert.
 
-    slots: int64 [t * k], for each row the copy that it is (token * k + slot, of the token's k). positions and offsets:
-    those of `Permuted`.
+    slots: int64 [t * k], for each row the copy that it is (token * k + slot, of the token's k); tokens: int32 [t * k],
+    its token. positions and offsets: those of `Permuted`.
     """
 
     slots: Tensor
+    tokens: Tensor
     positions: Tensor
     offsets: Tensor
 
@@ -86,8 +87,8 @@ def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> CopyOrder:
     """The order of the copies, on the ids' device, which nothing waits for."""
-    slots, positions, _, offsets = sort_copies(topk_ids, num_experts)
-    return CopyOrder(slots, positions, offsets)
+    slots, tokens, positions, _, offsets = sort_copies(topk_ids, num_experts)
+    return CopyOrder(slots, tokens, positions, offsets)
 
 
 def copy_tokens(x: Tensor, order: CopyOrder) -> Tensor:
@@ -125,18 +126,21 @@ def spread_tokens(
     is_valid: Tensor | None = None,
     rows: int | None = None,
     needed: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Copy each token, times `weights` [t, k], to each of its positions [t, k]: tokens [t, h] -> [rows, h].
 
     positions: None for a copy of the tokens as they are. rows: t * k by default; no two valid copies have one position.
     is_valid: bool [t, k], False for positions that name no row. Rows that no position names are zeros; with is_valid
     each has a name, except those from `needed` on, one integer on the device, which are zeros. Where it is more than
-    `rows`, all are NaN.
+    `rows`, all are NaN. out: where the result is written.
     """
     if rows is None:
         rows = len(tokens) if positions is None else positions.numel()
     if suits_kernels(tokens, weights):
-        return spread_on_gpu(tokens, positions, weights, is_valid, rows, needed)
+        return spread_on_gpu(tokens, positions, weights, is_valid, rows, needed, out=out)
+    if out is not None:
+        return out.copy_(spread_tokens(tokens, positions, weights, is_valid, rows, needed))
     if positions is None:
         return tokens.clone()
     dtype = sum_dtype(tokens.dtype)
@@ -428,10 +432,14 @@ def _run_spread(
     is_valid: Tensor | None,
     rows: int,
     needed: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     (t, h), k = tokens.shape, 1 if positions is None else positions.shape[1]
     has_gaps = needed is None and is_valid is None and rows > t * k
-    out = tokens.new_zeros(rows, h) if has_gaps else tokens.new_empty(rows, h)
+    if out is None:
+        out = tokens.new_empty(rows, h)
+    if has_gaps:
+        out.zero_()
     if out.numel():
         block, warps = choose_block(h)
         blocks = triton.cdiv(t, _ROWS.value) + (0 if needed is None else triton.cdiv(rows, _ROWS.value))

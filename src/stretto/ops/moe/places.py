@@ -27,15 +27,16 @@ from stretto.ops.moe.grouped.config import DTYPES
 from stretto.ops.moe.grouped.matmul import grouped_matmul
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.kernel_route import KernelRoute
-from stretto.ops.moe.permutation import sum_copies
+from stretto.ops.moe.permutation import spread_tokens, sum_copies
 from stretto.ops.moe.routes import CollectiveWrapper, PlaceIndex, Route, call
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.moe.tensor_parallel import choose_implementation, find_tiles, gather_multiply, multiply_scatter
 from stretto.ops.moe.tensor_parallel_kernels import Routed, multiply_leaving, push_tokens
-from stretto.ops.operator import find_group, find_name
+from stretto.ops.operator import find_group, find_name, is_traced
 from stretto.tiles import INTERPRETED
 
 _PART_OF_GPU = 6  # of which one is left to what returns under a product
+_SUMMED_ROWS = 6  # of one that is sent: with more, summing takes as long as sending
 _LEAST_COLUMNS = 256  # that are multiplied at once: a tile's
 _LEAST_NUMBERS = 1 << 24  # that a rank receives at once, for which products are divided
 _LEAST_OF_PART = 1 << 38  # multiplications with a row a place: 0.3 to 3 ms, since a place has 1 to k rows
@@ -47,7 +48,7 @@ class SentTokens:
     """Tokens that this rank's experts process, one a place, in the order of their source ranks.
 
     tokens: [places, h]. weights: [places, k], those of a place's choices, of all ranks' experts. index: the rows of
-    this rank's experts; row i is the token of place `index.places()[i]`, and a place's rows are `index.positions` where
+    this rank's experts; row i is the token of place `index.places[i]`, and a place's rows are `index.positions` where
     `index.is_here`. route, wrap_collective: for `return_sums`; route is None where one rank has all experts.
     """
 
@@ -108,10 +109,10 @@ class Places:
     def start(self, tokens: Tensor, columns: int = 0, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
         """Send tokens to their places: (rows of places, what is on its way, None if they are there).
 
-        Of rows on their way products take `Arrivals.rows`, and when they have, `Arrivals.keep` fills what this has
-        returned (keeps: if anybody will read it). It is so for the kernels' exchange of what grouped kernels multiply.
-        columns: of all ranks' weights together by which these rows are multiplied, transposed ones if nothing is kept;
-        0 if kernels that multiply and gather are not to be chosen.
+        Of rows on their way products take `Arrivals.rows`, and what this has returned is filled when they have arrived
+        (keeps: if anybody will read it): `Arrivals.run`, `Arrivals.wait`. It is so for the kernels' exchange of what
+        grouped kernels multiply. columns: of all ranks' weights together by which these rows are multiplied, transposed
+        ones if nothing is kept; 0 if kernels that multiply and gather are not to be chosen.
         """
         route, found = self.route, list[Arrivals]()
         if route is None:
@@ -125,8 +126,29 @@ class Places:
                 return found[0].rows
             return tokens.new_empty(len(self.index.positions), tokens.shape[1])
 
-        rows: Tensor = self.wrap_collective("all_to_all", push)
-        return rows, found[0] if found else None
+        return self._wrap_push("all_to_all", push, found, keeps)
+
+    def _wrap_push(
+        self, kind: str, push: Callable[[], Tensor], found: list[Arrivals], keeps: bool
+    ) -> tuple[Tensor, Arrivals | None]:
+        rows: Tensor = self.wrap_collective(kind, push)
+        if not found:
+            return rows, None
+        if keeps:
+            found[0].copy_to(rows)
+        return rows, found[0]
+
+    def spread(self, tokens: Tensor, arrivals: Arrivals | None = None) -> Tensor:
+        """A row for each choice of places' tokens here; of tokens on their way, filled when they have arrived."""
+        index, route = self.index, self.route
+        is_here, needed = (None, None) if route is None else (index.is_here, route.needed)
+        tokens = tokens[: len(index.positions)]  # a buffer has as many rows as the rank with the most places
+        options = index.positions, None, is_here, len(index.slots), needed
+        if arrivals is None:
+            return spread_tokens(tokens, *options)
+        rows = tokens.new_empty(len(index.slots), tokens.shape[1])
+        arrivals.copies.append(lambda: spread_tokens(tokens, *options, rows))
+        return rows
 
     def begin(self, tokens: Tensor, columns: int, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
         """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.
@@ -159,6 +181,20 @@ class Places:
             return 0
         return count_processors(positions.device.index) // _PART_OF_GPU
 
+    @property
+    def room_of_sums(self) -> int:
+        """As `room`, for `start_product_back`; 0 if it sums and sends before anything else.
+
+        All multiprocessors sum some eleven rows in the time in which NVLink takes one (H200: 4 TB/s, 350 GB/s). Where
+        they need about as long as the links do, nothing is gained by leaving a product a sixth of them fewer.
+        """
+        index, route = self.index, self.route
+        if not isinstance(route, KernelRoute):
+            return 0
+        world = route.group.size()
+        leaving = len(index.positions) * (world - 1) // world
+        return self.room if leaving * _SUMMED_ROWS > len(index.slots) else 0
+
     def start_back(self, rows: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
 
@@ -172,8 +208,10 @@ class Places:
     def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """Multiply experts' rows, and begin to return each place's sum, as `start_back` does."""
         index, is_here = self.index, None if self.route is None else self.index.is_here
-        sums = sum_copies(grouped_matmul(rows, weight, index.offsets), index.positions, None, is_here)
-        return self.start_back(sums, is_ahead=is_ahead)
+        product = grouped_matmul(rows, weight, index.offsets)
+        if isinstance(self.route, KernelRoute) and not is_traced(product):
+            return self.route.start_sum_back(product, self.wrap_collective, self.room_of_sums or None)
+        return self.start_back(sum_copies(product, index.positions, None, is_here), is_ahead=is_ahead)
 
     def multiply_and_give_back(
         self,
@@ -187,32 +225,32 @@ class Places:
         A token's sum needs rows of several experts, so of a large product columns are divided: sums of some are formed
         and return while the next ones are multiplied, as in COMET (Zhang et al., arXiv 2502.19811). A product that is
         short by its rows' size is not: on 2 H200, Qwen3-30B's took 0.6 ms whole and 1.0 in four parts, as long as what
-        returned under them. wrap_product: None,
-        or called with "product" around what is multiplied and summed here, all at once.
+        returned under them. wrap_product: None, or called with "product" around what is multiplied and summed here, all
+        at once.
         """
-        index, room = self.index, self.room
-        is_here = None if self.route is None else index.is_here
+        index, room, route = self.index, self.room, self.route
+        is_here = None if route is None else index.is_here
 
-        def add(rows: Tensor) -> Tensor:
-            return sum_copies(rows, index.positions, weights, is_here)
+        def multiply() -> Tensor:
+            return grouped_matmul(activate(), weight, index.offsets)
 
-        def multiply_all() -> Tensor:
-            return add(grouped_matmul(activate(), weight, index.offsets))
-
-        if wrap_product is not None:
-            return self.give_back(wrap_product("product", multiply_all))
+        if wrap_product is not None or route is None:
+            wrap_product = call if wrap_product is None else wrap_product
+            return self.give_back(
+                wrap_product("product", lambda: sum_copies(multiply(), index.positions, weights, is_here))
+            )
         parts = self._divide(*weight.shape[1:])
         if len(parts) == 1:
-            return self.give_back(multiply_all())
-        assert isinstance(self.route, KernelRoute)
+            return route.sum_back(multiply, weights, self.wrap_collective)
+        assert isinstance(route, KernelRoute)
         side, activated = _find_side_stream(index.positions.device), activate()
         # All are kept until the side stream has read them.
         rows = [grouped_matmul(activated, weight[:, parts[0]], index.offsets)]
-        out = rows[0].new_empty(self.route.pairs.numbers.shape[0], weight.shape[1])
+        out = rows[0].new_empty(route.pairs.numbers.shape[0], weight.shape[1])
         for part, following in zip_longest(parts, parts[1:]):
             side.open()
             with side:
-                out[:, part] = self.give_back(add(rows[-1]))
+                out[:, part] = route.sum_back(lambda: rows[-1], weights, self.wrap_collective)
             if following is not None:
                 rows.append(grouped_matmul(activated, weight[:, following], index.offsets, room=room))
         side.join()
@@ -261,8 +299,7 @@ class ColumnPlaces(Places):
             found.append(push_tokens(tokens.contiguous(), self.group, kept))
             return found[0].rows if kept is None else kept
 
-        rows: Tensor = self.wrap_collective("all_gather", push)
-        return rows, found[0] if found else None
+        return self._wrap_push("all_gather", push, found, keeps)
 
     def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
         """As of `Places`; where a kernel has multiplied, all is done."""
@@ -302,7 +339,7 @@ class ColumnPlaces(Places):
     @cached_property
     def _routed(self) -> Routed:
         index = self.index
-        return Routed(index.places().to(torch.int32), index.positions, index.offsets)
+        return Routed(index.places, index.positions, index.offsets)
 
     def _choose(
         self,

@@ -40,18 +40,16 @@ CollectiveWrapper = Callable[[str, Callable[[], Any]], Any]
 class PlaceIndex:
     """The rows of this rank's experts, sorted by expert, then by place.
 
-    slots: int64 [n], the copy (place * k + slot) of each row. positions: int64 [places, k], the row of each copy.
-    is_here: bool [places, k], whether this rank has the copy's expert. offsets: int32 [local experts + 1].
+    slots: int64 [n], the copy (place * k + slot) of each row; places: int32 [n], its place. positions: int64 [places,
+    k], the row of each copy. is_here: bool [places, k], whether this rank has the copy's expert. offsets: int32 [local
+    experts + 1].
     """
 
     slots: Tensor
+    places: Tensor
     positions: Tensor
     is_here: Tensor
     offsets: Tensor
-
-    def places(self) -> Tensor:
-        """The place of each row, int64 [n]."""
-        return self.slots // self.positions.shape[1]
 
     def order_rows(self) -> Tensor:
         """The rows by place, then by slot: int64 [n]; 0 behind those of the copies that are here."""
@@ -206,7 +204,7 @@ class ExactRoute(Route):
                 return make().index_select(0, index.order_rows())
             numbers = index.is_here.reshape(-1).cumsum(0).index_select(0, index.slots) - 1
             gaps = [rank * longest - sum(self.choice_totals[:rank]) for rank in range(len(self.choice_totals))]
-            ranks = index.places() // max(self.of_pairs.longest, 1)
+            ranks = index.places // max(self.of_pairs.longest, 1)
             numbers = numbers + torch.tensor(gaps, device=numbers.device).index_select(0, ranks)
             rows = make()
             return rows.new_zeros(len(gaps) * longest, rows.shape[1]).index_copy_(0, numbers, rows)

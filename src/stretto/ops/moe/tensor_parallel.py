@@ -173,8 +173,8 @@ def _run_routing(topk_ids: Tensor, experts: int, group: str, implementation: str
     _require_agreement(f"routing of [{t}, {k}] {topk_ids.dtype}, {experts} experts, {implementation}", group, device)
     if obstacle := _find_obstacle(implementation, group, device):
         raise ValueError(obstacle)
-    slots, positions, offsets = sort_by_expert(_gather(topk_ids, group, implementation), experts)
-    return (slots // k).to(torch.int32), positions, offsets
+    _, tokens, positions, offsets = sort_by_expert(_gather(topk_ids, group, implementation), experts)
+    return tokens, positions, offsets
 
 
 def _fake_routing(topk_ids: Tensor, experts: int, group: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,12 +69,12 @@ class _CopiedTokens(Arrivals):
             raise
         finally:  # also after an error: the next call's copies must come after these
             self._join()
+        self._copy()
 
-    def keep(self, memory: Tensor) -> None:
-        """Copy the tokens to memory, unless copy engines have done it."""
-        self.wait()
+    def copy_to(self, memory: Tensor) -> None:
+        """Have the tokens copied to memory, unless copy engines do it."""
         if memory is not self.kept:
-            super().keep(memory)
+            super().copy_to(memory)
 
 
 def push_tokens(x: Tensor, group: str, kept: Tensor | None = None) -> Arrivals:

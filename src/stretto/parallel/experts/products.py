@@ -23,7 +23,6 @@ from stretto.ops.moe import (
     grouped_weight_gradient,
 )
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
-from stretto.ops.moe.grouped.matmul import take_rows
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import multiply_copies, sum_copies, sum_dtype
 from stretto.ops.moe.places import Places, run_beside
@@ -106,11 +105,9 @@ class ExpertProduct:
         """The gradient of the rows."""
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
-    def differentiate_weights(
-        self, left: Tensor, right: Tensor, offsets: Tensor, tokens: Tensor | None, room: int
-    ) -> Tensor:
-        """Each expert's left.T @ right; tokens, room: as in `grouped_weight_gradient`."""
-        return grouped_weight_gradient(left, right, offsets, tokens=tokens, room=room)
+    def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:
+        """Each expert's left.T @ right; room: as in `grouped_weight_gradient`."""
+        return grouped_weight_gradient(left, right, offsets, room=room)
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """The output, summed over ranks. If it will not be read, its values are arbitrary."""
@@ -134,11 +131,14 @@ class ExpertProduct:
         gradient: Tensor,
         offsets: Tensor,
         placement: ReplicaPlacement | None,
-        tokens: Tensor | None = None,
+        spread: Callable[[Tensor], Tensor] | None = None,
         room: int = 0,
     ) -> None:
-        """Compute the weight gradient now, or defer it if requested. tokens (of rows), room: as in `grouped_matmul`."""
-        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, placement, tokens)
+        """Compute the weight gradient now, or defer it if requested.
+
+        spread: makes the rows of those that are given. room: as in `grouped_matmul`.
+        """
+        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, placement, spread)
         deferred = self.shard.gradients.deferred
         if deferred is None:
             make(room)
@@ -152,11 +152,12 @@ class ExpertProduct:
         gradient: Tensor,
         offsets: Tensor,
         placement: ReplicaPlacement | None,
-        tokens: Tensor | None,
+        spread: Callable[[Tensor], Tensor] | None,
         room: int,
     ) -> None:
+        rows = rows if spread is None else spread(rows)
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
-        found = self.differentiate_weights(*operands, offsets, tokens, room)
+        found = self.differentiate_weights(*operands, offsets, room)
         if placement is not None and self.replicas is not None:
             found = self.replicas.return_home(found, placement)
         self.shard.start_reduction(parameter, found)
@@ -290,8 +291,8 @@ class MultiplyTokens(torch.autograd.Function):
 
         def gate() -> Tensor:
             nonlocal gated
-            numbers, rows = index.places().to(torch.int32), tokens if arrivals is None else arrivals.rows
-            gated, inner = gate_tokens(rows, gate_up, index.offsets, numbers, is_recorded, arrivals)
+            rows = tokens if arrivals is None else arrivals.rows
+            gated, inner = gate_tokens(rows, gate_up, index.offsets, index.places, is_recorded, arrivals)
             return inner
 
         def activate() -> Tensor:
@@ -300,42 +301,43 @@ class MultiplyTokens(torch.autograd.Function):
         gate_up = of_up.gather(up, placement, is_recorded=is_recorded)
         inner = keep_output("product", gate)
         if arrivals is not None:
-            arrivals.keep(tokens)
+            arrivals.wait()
         whole_down = of_down.gather(down, placement, is_recorded=is_recorded)
         ctx.products, ctx.up, ctx.down, ctx.places, ctx.placement = products, up, down, places, placement
         ctx.returning = sent.returning
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
-        ctx.save_for_backward(tokens, weights, inner, index.slots, index.positions, is_here, index.offsets, *kept)
+        sorted_by = index.slots, index.places, index.positions, is_here, index.offsets
+        ctx.save_for_backward(tokens, weights, inner, *sorted_by, *kept)
         return places.multiply_and_give_back(activate, whole_down, weights, keep_output if is_recomputed() else None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_up, of_down = ctx.products
-        tokens, weights, inner, slots, positions, is_here, offsets, up, down = ctx.saved_tensors
+        tokens, weights, inner, slots, numbers, positions, is_here, offsets, up, down = ctx.saved_tensors
         places: Places = ctx.places
         returning: _Returning = ctx.returning
         placement: ReplicaPlacement | None = ctx.placement
         gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
-        numbers = (slots // positions.shape[1]).to(torch.int32)
+        rows = places.spread(gradient, arrivals) if is_asked_for(ctx, 2) else None
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
         down = of_down.gather(ctx.down, placement) if down is None else down
         of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors, arrivals)
         if arrivals is not None:
             arrivals.wait()
-        if is_asked_for(ctx, 2):
-            of_down.make_weight_gradient(ctx.down, gated, take_rows(gradient, numbers), offsets, placement)
+        if rows is not None:
+            of_down.make_weight_gradient(ctx.down, gated, rows, offsets, placement)
         needs_x = ctx.needs_input_grad[0] and returning.needs_x
         if needs_x:
             up = of_up.gather(ctx.up, placement) if up is None else up
             transposed = up.transpose(1, 2)
             returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
         if is_asked_for(ctx, 1):
-            room = places.room if needs_x else 0
-            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, numbers, room)
+            room = places.room_of_sums if needs_x else 0
+            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, places.spread, room)
         if ctx.needs_input_grad[0] and returning.needs_weights:
             of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
-            returning.of_weights = of_weights if is_here is None else of_weights.masked_fill(~is_here, 0)
+            returning.of_weights = of_weights if is_here is None else torch.where(is_here, of_weights, 0)
         return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
 
 
@@ -348,7 +350,7 @@ class CopyRows(torch.autograd.Function):
         tokens, route = sent.receive(), sent.places.route
         assert route is not None
         if sent.arrivals is not None:
-            sent.arrivals.keep(tokens)
+            sent.arrivals.wait()
         return route.spread(tokens)
 
     @staticmethod

@@ -17,7 +17,7 @@ from torch import Tensor
 from stretto.execution import Fp8Recipe
 from stretto.ops.fp8_casts import E4M3, ScaledMatrix, cast_groups, cast_scaled, multiply, place_groups
 from stretto.ops.moe import ReplicaPlacement
-from stretto.ops.moe.grouped.matmul import clear_padding, take_rows
+from stretto.ops.moe.grouped.matmul import clear_padding
 from stretto.ops.scaled import align_scales
 from stretto.parallel.experts.products import ExpertProduct
 from stretto.parallel.fp8.matrix import COMPUTE, ScaledOperand
@@ -59,10 +59,8 @@ class Fp8ExpertProduct(ExpertProduct):
         columns = ScaledOperand(weight, self.recipe, E4M3).columns
         return _multiply_groups(ScaledOperand(gradient, "rowwise", E4M3).rows, columns, offsets, is_fast=False)
 
-    def differentiate_weights(
-        self, left: Tensor, right: Tensor, offsets: Tensor, tokens: Tensor | None, room: int
-    ) -> Tensor:
-        return multiply_columns(left, take_rows(right, tokens), offsets)
+    def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:
+        return multiply_columns(left, right, offsets)
 
 
 def multiply_columns(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ next rank's, and so on, and among them expert after expert. Backward, it is the 
 the farthest rank first, and own ones last.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,8 @@ class Arrivals:
     rows: [places, h], the staging buffer to which they are pushed. block_channel, channel: of the call of `push_rows`
     that sends them, by `mapping`, in parts of a multiple of part_rows rows. table: int32 [., destination, 2], of each
     source first the number of places. sent: what must not be freed before all rows have been pushed. counters: of
-    `await_channels`. rank: this one's among the table's; default: among the channel's. Nothing else is called on the
-    group before `run` or `wait`.
+    `await_channels`. rank: this one's among the table's; default: among the channel's. copies: functions that copy the
+    rows, called once when all have arrived. Nothing else is called on the group before `run` or `wait`.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Arrivals:
         self._sizes = {"channels": channels, "parts": mapping.rows.value, "part_rows": part_rows}
         self._block_channel, self._table, self._sent = block_channel, table, sent
         self._are_here = False
+        self.copies: list[Callable[[], object]] = []
 
     def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
         """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]."""
@@ -87,7 +88,8 @@ class Arrivals:
 
         Some programs run beside the exchange, on as many multiprocessors as may wait (`limit_waiting`), and leave it
         the others, so that rows are pushed whichever kernel begins first. The other programs wait for nothing: on the
-        exchange's side stream, they follow the arrival of all rows. programs: as many as there are multiprocessors.
+        exchange's side stream, they follow the arrival of all rows, and the copies of them, for which a few
+        multiprocessors suffice. programs: as many as there are multiprocessors.
         """
         launch, device = self._block_channel.launch, self.rows.device
         beside = programs if device.type != "cuda" else limit_waiting(programs, device) - 1  # one waits for all rows
@@ -97,6 +99,7 @@ class Arrivals:
             launch(kernel, key, beside, arguments, **options)
         with tiles.copy_engine(self._block_channel, forks=False):
             self._await()
+            self._copy()
             if programs > beside:
                 launch(kernel, key, programs - max(beside, 0), arguments, **options)
         self._join()
@@ -107,14 +110,18 @@ class Arrivals:
             with tiles.copy_engine(self._block_channel, forks=False):
                 self._await()
             self._join()
+        self._copy()
 
-    def keep(self, memory: Tensor) -> None:
-        """Copy the rows, of which the group's next call overwrites the buffer, to memory that autograd may have saved.
+    def copy_to(self, memory: Tensor) -> None:
+        """Have the rows, of which the group's next call overwrites the buffer, copied to memory that nobody has read.
 
-        Nobody has read it, so that this is no new version of it.
+        Autograd may have saved it: this is no new version of it.
         """
-        self.wait()
-        memory.data.copy_(self.rows[: len(memory)])
+        self.copies.append(lambda: memory.data.copy_(self.rows[: len(memory)]))
+
+    def _copy(self) -> None:
+        while self.copies:
+            self.copies.pop(0)()
 
     def _await(self) -> None:
         key, arguments = (tiles.kind_of(self.counters), *self.constants), (self.channel, self.counters, *self.constants)
