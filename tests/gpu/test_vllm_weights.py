@@ -84,8 +84,8 @@ def run(device_type: str) -> list[dict[str, Any]]:
         return expected
 
 
-def test_a_worker_on_another_gpu_follows_by_nccl(run_ranks: Callable[..., list[Any]]) -> None:
-    expected, found = run_ranks(run, "cuda")
+def test_a_worker_on_another_gpu_follows_by_nccl(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    expected, found = run_ranks(world, run, "cuda")
     assert len(expected) == len(found) == 3
     for wanted, held in zip(expected, found, strict=True):
         assert wanted.keys() == held.keys()
