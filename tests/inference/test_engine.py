@@ -135,6 +135,22 @@ def test_tokens_and_log_probabilities_on_four_ranks(ranks: MakeRanks) -> None:
     check(ranks(4).run(run_cases, ON_FOUR, NEW, timeout=300), ON_FOUR, NEW)
 
 
+def engines_of_some_ranks() -> list[int]:
+    """Tokens of an engine of four ranks, of which two have made one more before."""
+    pairs = Grid(x=2, data=2)
+    model = parallelize(make("llama"), pairs)
+    for _ in range(2 if pairs.coordinate("data") else 1):
+        Engine(model, max_batch=1, cache_tokens=64).close()
+    pairs.close()
+    with Engine(parallelize(make("llama"), Grid(x=4)), max_batch=1, cache_tokens=64) as engine:
+        return engine.generate([[1, 2, 3]], 2)[0]
+
+
+@pytest.mark.long
+def test_ranks_that_have_made_other_engines_before_make_one_together(ranks: MakeRanks) -> None:
+    assert ranks(4).run(engines_of_some_ranks, timeout=60) == [continued(make("llama"), [1, 2, 3], 2)] * 4
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -6,18 +6,17 @@ import socket
 import sys
 import zlib
 from contextlib import suppress
-from itertools import count
 
 import torch
 import torch.distributed as dist
 
 from stretto.inference.runner import HostStep
-from stretto.memory import PeerError, find_missing, store_all_gather
+from stretto.memory import PeerError, find_missing
+from stretto.memory.plain_data import all_gather_data
 from stretto.parallel.comm.collectives import NO_GROUP, gather_rows
 from stretto.parallel.grid import Grid
 
 _ANSWER_SECONDS = 2.0  # in which ranks that a failure has not hit raise, too
-_made = count(1)
 
 
 class Lockstep:
@@ -39,14 +38,14 @@ class Lockstep:
             made = grid.shared_group(partition, "inference", backend="gloo")
             assert made is not None
             self._group = made
-            self._show_life(grid.timeout.total_seconds())
+            self._show_life()
 
-    def _show_life(self, timeout: float) -> None:
+    def _show_life(self) -> None:
         name = f"stretto {secrets.token_hex(8)}"
         if sys.platform == "linux":
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.bind(f"\0{name}")  # no file: the name ends with the process
-        names = store_all_gather(name, self._group, "stretto lives", next(_made), timeout)
+        names = all_gather_data(name, self._group, str)
         self._seen = {rank: each for rank, each in enumerate(names) if _lives(each)}
 
     def agree(self, step: HostStep, *, has_work: bool) -> int:
