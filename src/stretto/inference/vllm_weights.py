@@ -18,6 +18,7 @@ import json
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,7 +38,7 @@ from stretto.inference.weights import HeldPart, Weight, WeightChanges, exchange,
 from stretto.memory import PeerError, store_all_gather
 
 _POLL = 0.005  # seconds
-_senders = itertools.count(1)
+_senders: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 _stores: list[dist.TCPStore] = []  # rank 0's, for other ranks that read why a sender has failed
 
 
@@ -108,8 +109,9 @@ class WeightSender:
         if rank == 0:
             listener = socket.create_server((address, 0), backlog=128)
             place = json.dumps([secrets.token_hex(8), listener.getsockname()[1]])
-        if dist.group.WORLD is not None and ranks > 1:
-            place = store_all_gather(place, dist.group.WORLD, "stretto vllm", next(_senders), timeout)[0]
+        if (world := dist.group.WORLD) is not None and ranks > 1:
+            number = next(_senders.setdefault(world, itertools.count(1)))
+            place = store_all_gather(place, world, "stretto vllm", number, timeout)[0]
         token, port = json.loads(place)
         info = InitInfo(address, port, token, ranks, workers, timeout, through_host)
         self._meeting = _Meeting(info, rank, next(model.parameters()).device, listener)

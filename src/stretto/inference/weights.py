@@ -10,6 +10,7 @@ change, where all weights are 2 bytes a number.
 
 import itertools
 import json
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from stretto.parallel.state import require_state, state_of
 _BUCKET_BYTES = 256 << 20  # of weights that are sent at a time
 _DTYPES = (torch.bfloat16, torch.float16)  # of patches
 _LONG_GAP = 255  # a byte that is no end of a gap
-_copies = itertools.count(1)
+_copies: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
 class HeldPart(NamedTuple):
@@ -74,7 +75,8 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     if ranks > 1:
         world = dist.group.WORLD
         assert world is not None
-        texts = store_all_gather(told, world, "stretto weights", next(_copies), grid.timeout.total_seconds())
+        number = next(_copies.setdefault(world, itertools.count(1)))
+        texts = store_all_gather(told, world, "stretto weights", number, grid.timeout.total_seconds())
     everyone = [json.loads(text) for text in texts]
     shapes = {name: torch.Size(shape) for each, _ in everyone for name, (shape, _) in each.items()}
     for _, want in everyone:
