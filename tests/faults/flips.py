@@ -196,6 +196,8 @@ def _write_all(folder: Path) -> list[_Target]:
     config = GPTConfig(layers=2, hidden=32, heads=4, kv_heads=2, vocab=101, max_seq_len=16, tie_embeddings=False)
     checkpoint = folder / "run" / "checkpoints" / "step-00000001"
     resume = _write_checkpoint(checkpoint, config)
+    old = folder / "old" / "checkpoints" / "step-00000001"
+    _write_format_1(checkpoint, old)
     of_torch = folder / "of-torch"
     _write_torch_folder(of_torch, config)
     from stretto.train.checkpoint.export import export_safetensors
@@ -208,6 +210,7 @@ def _write_all(folder: Path) -> list[_Target]:
         _Target("Stretto, format 2", "shards", checkpoint, f"{checkpoint.name}/*.distcp", resume),
         _Target("Stretto, format 2", "metadata.json", checkpoint, f"{checkpoint.name}/metadata.json", resume),
         _Target("Stretto, format 2", ".metadata (torch's index)", checkpoint, f"{checkpoint.name}/.metadata", None),
+        _Target("Stretto, format 1", "shards", old, f"{old.name}/*.distcp", resume),
         _Target("torch.distributed.checkpoint", "shards", of_torch, f"{of_torch.name}/*.distcp", resume),
         _Target("safetensors", "one file", one, one.name, load),
         _Target("safetensors", "several files", index, "several-*.safetensors", load),
@@ -237,6 +240,24 @@ def _write_checkpoint(path: Path, config: "GPTConfig") -> Callable[[Path], Any]:
     path.parent.mkdir(parents=True)
     dcp.save(training_state(model, optimizer), storage_writer=writer, planner=StateSavePlanner())
     return lambda found: load_checkpoint(found, model, optimizer)
+
+
+def _write_format_1(checkpoint: Path, path: Path) -> None:
+    """Copy a checkpoint, with the index that Stretto wrote before it had checksums."""
+    import shutil
+
+    from stretto.train.checkpoint.metadata import METADATA_FILE, WITHOUT_CHECKSUMS, read_metadata
+
+    shutil.copytree(checkpoint, path)
+    metadata = read_metadata(checkpoint)
+    tensors = {
+        name: entry.model_copy(
+            update={"chunks": tuple(chunk.model_copy(update={"checksum": None}) for chunk in entry.chunks)}
+        )
+        for name, entry in metadata.tensors.items()
+    }
+    changed = {"format": WITHOUT_CHECKSUMS, "checksum": None, "tensors": tensors}
+    (path / METADATA_FILE).write_bytes(metadata.model_copy(update=changed).to_bytes())
 
 
 def _write_torch_folder(path: Path, config: "GPTConfig") -> None:

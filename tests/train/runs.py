@@ -183,6 +183,16 @@ def edit_index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> Non
     (checkpoint / "metadata.json").write_bytes(seal(json.dumps(content).encode()))
 
 
+def as_format_1(checkpoint: Path) -> None:
+    """Make of a checkpoint one as older versions wrote it, without checksums."""
+    content = json.loads((checkpoint / "metadata.json").read_text()) | {"format": 1}
+    del content["checksum"], content["files"]
+    for entry in content["tensors"].values():
+        for chunk in entry["chunks"]:
+            del chunk["checksum"]
+    (checkpoint / "metadata.json").write_text(json.dumps(content))
+
+
 def save_with_a_small_index(out: Path, max_bytes: int) -> str:
     """Save a model where an index may have the given bytes. Returns the error."""
     with mock.patch.object(checkpoint_storage, "MAX_METADATA_BYTES", max_bytes):

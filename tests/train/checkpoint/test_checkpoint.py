@@ -285,7 +285,7 @@ def test_an_index_that_could_not_be_read_again_is_not_written(ranks: MakeRanks, 
 def test_another_format_version_is_refused(copy: Path) -> None:
     path = checkpoint_path(copy, 2)
     runs.edit_index(path, lambda content: content.update(format=99))
-    with pytest.raises(ValueError, match=r"has checkpoint format 99, and this version of Stretto reads 2$"):
+    with pytest.raises(ValueError, match=r"has checkpoint format 99, and this version of Stretto reads 1 and 2$"):
         check_checkpoint(path, runs.GPT_CONFIG)
 
 

@@ -2,6 +2,7 @@
 """Runs that start from what others have written: torch.distributed.checkpoint without Stretto, and Stretto's first."""
 
 import io
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from stretto.models import GPT
+from stretto.train.checkpoint import load_checkpoint
 from stretto.train.checkpoint.export import export_safetensors
 from stretto.train.config import TrainConfig
 from stretto.train.gpt.preflight import open_data
@@ -180,3 +183,41 @@ def test_an_index_cannot_run_code(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"is no index of torch.distributed.checkpoint: it has pathlib.*Path"):
         preflight(model_folders.configure(tmp_path / "run", folder, f"train.resume={saved}", *OPTIONS))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_of_the_first_version_is_resumed(tmp_path: Path) -> None:
+    """Written here as version 0.1's files were, so that renaming anything on the disk does not pass unseen."""
+    torch.manual_seed(8)
+    config, folder = runs.GPT_CONFIG, tmp_path / "step-00000004"
+    folder.mkdir()
+    wanted = {f"model.{name}": value.detach() for name, value in GPT(config).named_parameters()}
+    tensors, start = {}, 0
+    with open(folder / "__0_0.distcp", "wb") as file:
+        for name, value in wanted.items():
+            content = io.BytesIO()
+            torch.save(value.clone(), content)
+            file.write(content.getvalue())
+            box = {"offsets": [0] * value.dim(), "sizes": list(value.shape), "file": "__0_0.distcp"}
+            chunk = box | {"start": start, "bytes": len(content.getvalue())}
+            tensors[name] = {"shape": list(value.shape), "dtype": "float32", "chunks": [chunk]}
+            start += chunk["bytes"]
+    model = {
+        "layers": 2,
+        "hidden": 16,
+        "heads": 8,
+        "kv_heads": 4,
+        "ffn": None,
+        "vocab": 61,
+        "max_seq_len": 16,
+        "positions": "learned",
+        "activation": "gelu",
+        "norm": "layernorm",
+        "bias": True,
+        "tie_embeddings": True,
+        "dropout": 0.0,
+    }
+    about = {"format": 1, "step": 4, "torch": "2.11.0", "optimizer": "adamw", "model": model, "run": {}, "data": {}}
+    (folder / "metadata.json").write_text(json.dumps(about | {"tensors": tensors}))
+    loaded = GPT(config)
+    assert load_checkpoint(folder, loaded).step == 4
+    assert all(torch.equal(value, wanted[f"model.{name}"]) for name, value in loaded.named_parameters())

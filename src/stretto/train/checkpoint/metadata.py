@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 METADATA_FILE = "metadata.json"
 FORMAT_VERSION = 2
-OF_TORCH = 1  # the format of what is read of torch's folders
+WITHOUT_CHECKSUMS = 1  # the format of older versions, which is still read, and of what is read of torch's folders
 MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 # Options of the model that a resumed run may change, because the parameters' meaning does not depend on them. With
 # learned positions, another max_seq_len changes a shape, which is checked anyway.
@@ -165,6 +165,8 @@ class CheckpointMetadata(BaseModel):
 
     def to_bytes(self) -> bytes:
         """The text of `metadata.json`, with its checksum."""
+        if self.format == WITHOUT_CHECKSUMS:
+            return self.model_dump_json(exclude_none=True, exclude={"files"}).encode()
         return seal(self.model_copy(update={"checksum": to_text(0)}).model_dump_json().encode())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -208,11 +210,11 @@ def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
     except (ValueError, RecursionError) as error:  # thousands of brackets
         raise DamagedError(f"{file} is damaged: {error}") from error
     version = content.get("format") if isinstance(content, dict) else None
-    differs = check_seal(text)
-    if type(version) is not int or version != FORMAT_VERSION:
+    differs = None if version == WITHOUT_CHECKSUMS else check_seal(text)
+    if type(version) is not int or version not in (WITHOUT_CHECKSUMS, FORMAT_VERSION):
         raise (ValueError if differs is None else DamagedError)(
-            f"{file} has checkpoint format {version!r}, and this version of Stretto reads {FORMAT_VERSION}"
-            f"{'' if differs is None else '; or it is damaged'}"
+            f"{file} has checkpoint format {version!r}, and this version of Stretto reads {WITHOUT_CHECKSUMS} and "
+            f"{FORMAT_VERSION}{'' if differs is None else '; or it is damaged'}"
         )
     if differs is not None:
         raise DamagedError(f"{file} is damaged: its checksum differs: {differs[0]} expected, {differs[1]} found")
@@ -225,7 +227,7 @@ def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
     for name, entry in metadata.tensors.items():
         if fault := entry.fault():
             raise DamagedError(f"{file} is damaged: {name} {fault}")
-        if any(chunk.checksum is None for chunk in entry.chunks):
+        if version != WITHOUT_CHECKSUMS and any(chunk.checksum is None for chunk in entry.chunks):
             raise DamagedError(f"{file} is damaged: {name} has a piece without a checksum")
     return metadata
 

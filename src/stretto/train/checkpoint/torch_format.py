@@ -23,7 +23,7 @@ from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_FILE,
-    OF_TORCH,
+    WITHOUT_CHECKSUMS,
     CheckpointMetadata,
     StoredBox,
     TensorEntry,
@@ -157,7 +157,7 @@ def _read_torch_index(path: Path) -> CheckpointMetadata:
         if fault := entry.fault():
             raise DamagedError(f"{path / INDEX_FILE} is damaged: {name} {fault}")
     metadata = CheckpointMetadata(
-        format=OF_TORCH,
+        format=WITHOUT_CHECKSUMS,
         step=0,
         torch=str(index.version) if hasattr(index, "version") else "",
         optimizer=names.optimizer,

@@ -20,6 +20,8 @@ from stretto.train.checkpoint.integrity import Damage, DamagedError, file_checks
 from stretto.train.checkpoint.metadata import (
     MAX_METADATA_BYTES,
     METADATA_FILE,
+    WITHOUT_CHECKSUMS,
+    CheckpointMetadata,
     parse_metadata,
 )
 from stretto.train.checkpoint.pieces import READERS, StoredPiece, check_piece
@@ -109,8 +111,12 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
         return result
     result = VerificationResult(path, f"format {metadata.format}, step {metadata.step}", tensors=len(metadata.tensors))
     pieces = [StoredPiece(name, chunk) for name, entry in metadata.tensors.items() for chunk in entry.chunks]
-    with _finding_unreadable(result, file.name):
-        result.bytes += file.stat().st_size
+    if metadata.format == WITHOUT_CHECKSUMS:
+        result.unverified.append(f"{METADATA_FILE} and {INDEX_FILE}, of which format 1 has no checksums")
+        _compare_indices(result, metadata)
+    else:
+        with _finding_unreadable(result, file.name):
+            result.bytes += file.stat().st_size
     for name, stored in metadata.files.items():
         _verify_file(result, name, stored.bytes, stored.checksum)
     _verify_pieces(result, pieces)
@@ -156,6 +162,20 @@ def _finding_unreadable(result: VerificationResult, name: str) -> Iterator[None]
 
 def _cannot_be_read(error: OSError) -> str:
     return f"it cannot be read: {error.strerror or error}"
+
+
+def _compare_indices(result: VerificationResult, metadata: CheckpointMetadata) -> None:
+    """Compare the two indices of a checkpoint of format 1, which say the same of each piece."""
+    if not (result.path / INDEX_FILE).is_file():
+        return
+    pieces = _read_torch_pieces(result)
+    if pieces is None:
+        return
+    others = {(each.tensor or "", each.place.offsets): each.place for each in pieces}
+    own = {(name, chunk.offsets): chunk for name, entry in metadata.tensors.items() for chunk in entry.chunks}
+    for name, offsets in sorted({key for key in own.keys() | others.keys() if own.get(key) != others.get(key)}):
+        files = f"{METADATA_FILE} and {INDEX_FILE}"
+        result.damages.append(Damage(files, name, 0, 0, f"they differ in the piece at {list(offsets)}"))
 
 
 def _verify_file(result: VerificationResult, name: str, size: int, checksum: str) -> None:
