@@ -112,7 +112,7 @@ def inject(
 def judge(
     folder: Path, setting: DecodingFaultsSetting, kind: str, victim: int, seconds: float, expected: dict[int, list[int]]
 ) -> str:
-    """What is wrong with a job that had a fault; "" if nothing is."""
+    """Say what is wrong with a job that had a fault; "" if nothing is."""
     texts = {rank: (folder / f"{rank}.error") for rank in range(setting.ranks)}
     raised = {rank: file.read_text() for rank, file in texts.items() if file.exists()}
     wrong = []

@@ -26,7 +26,7 @@ _EXPERTS, _TOP_K = 16, 4
 
 @dataclass(frozen=True)
 class OperatorsBetweenNodesSetting:
-    """Which operators, shapes and nodes. ValueError for what there is not."""
+    """The operators, shapes and nodes to measure. ValueError for what there is not."""
 
     operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, experts, with commas.", "--only")] = KINDS
     case: Annotated[str, Option("The model whose shapes are taken: `stretto bench ops`'.")] = "llama-3.1-8b"

@@ -28,7 +28,7 @@ _BLOCK = tl.constexpr(256 if tiles.INTERPRETED else 4096)
 
 @dataclass(frozen=True)
 class KernelPutsSetting:
-    """How much is put."""
+    """Numbers of descriptors and bytes that are put."""
 
     descriptors: Annotated[int, Option("Puts of no bytes, one after another.", least=1)] = 200_000
     round_trips: Annotated[int, Option("Puts of 8 bytes that a kernel of the other rank answers.", least=1)] = 2000

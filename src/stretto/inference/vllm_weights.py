@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stretto.inference.weights import HeldPart, Weight, WeightChanges, exchange, patch_weights, tell, weights_of
+from stretto.inference.weights import HeldBox, HeldWeight, WeightChanges, exchange, patch_weights, tell, weights_of
 from stretto.memory import PeerError, store_all_gather
 
 _POLL = 0.005  # seconds
@@ -43,7 +43,7 @@ _stores: list[dist.TCPStore] = []  # rank 0's, for other ranks that read why a s
 
 
 class Client(Protocol):
-    """What `WeightSender` calls of a server: vLLM's `HTTPVLLMWeightSyncClient`, say."""
+    """The calls that `WeightSender` makes of a server: vLLM's `HTTPVLLMWeightSyncClient`, say."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
     def start_weight_update(self) -> None: ...
@@ -368,12 +368,12 @@ def _make_engine() -> type:
                 meeting.report("wanted", error)  # the other workers wait for this one, and the server for them
                 raise
             self.weights = {
-                name: Weight(
+                name: HeldWeight(
                     shape,
                     self.dtypes[name],
                     False,  # its dtype is as the sender says
                     [
-                        HeldPart(first, sizes, torch.empty(sizes, dtype=self.dtypes[name]))
+                        HeldBox(first, sizes, torch.empty(sizes, dtype=self.dtypes[name]))
                         for first, sizes in sorted(boxes[name])
                     ],
                 )
@@ -404,7 +404,7 @@ def _make_engine() -> type:
             self.model.load_weights((name, self.whole(each)) for name, each in self.weights.items() if each.parts)
             reload.finalize_layerwise_reload(self.model, self.model_config)
 
-        def whole(self, weight: Weight) -> Tensor:
+        def whole(self, weight: HeldWeight) -> Tensor:
             """A tensor of the whole, whose numbers are right where the loaders read it."""
             tensor = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
             for first, sizes, numbers in weight.parts:

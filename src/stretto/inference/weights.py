@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Brings a training model's weights to one on another grid, each number once, from shard to shard: all of them
-(`copy_weights`), or what has changed since the last time, as patches (`WeightChanges`, `apply_patches`). `Weight`,
+(`copy_weights`), or what has changed since the last time, as patches (`WeightChanges`, `apply_patches`). `HeldWeight`,
 `exchange` and `patch_weights` are these for who holds weights in another way (`vllm_weights`).
 
 Between two steps of reinforcement learning about 98% of 16-bit weights stay as they were. A patch has, of each part of
@@ -31,7 +31,7 @@ _LONG_GAP = 255  # a byte that is no end of a gap
 _copies: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
-class HeldPart(NamedTuple):
+class HeldBox(NamedTuple):
     """A rectangle of a weight that this rank holds: where it begins in the whole, its size, and a view of it."""
 
     offsets: tuple[int, ...]
@@ -39,13 +39,13 @@ class HeldPart(NamedTuple):
     numbers: Tensor
 
 
-class Weight(NamedTuple):
+class HeldWeight(NamedTuple):
     """A parameter or a persistent buffer: the whole's shape, the dtype here, and what this rank holds of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_parameter: bool
-    parts: list[HeldPart]
+    parts: list[HeldBox]
 
 
 Told = Mapping[str, Sequence[Any]]
@@ -106,23 +106,23 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def weights_of(model: nn.Module) -> dict[str, Weight]:
+def weights_of(model: nn.Module) -> dict[str, HeldWeight]:
     """A model's parameters, and the buffers that a state dict has, as this rank holds them."""
     return {name: _describe(tensor) for name, tensor in _named_tensors(model).items()}
 
 
-def _describe(tensor: Tensor) -> Weight:
+def _describe(tensor: Tensor) -> HeldWeight:
     if has_layout(tensor):
         boxes, shard = layout_of(tensor).boxes(*place_on(tensor.device_mesh)), local(tensor)  # type: ignore[attr-defined]
     else:
         nowhere = (0,) * tensor.dim()
         boxes, shard = [Box(nowhere, nowhere, tuple(tensor.shape))], tensor
-    parts = [HeldPart(box.offsets, box.sizes, _corner(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
-    return Weight(tuple(tensor.shape), shard.dtype, isinstance(tensor, nn.Parameter), parts)
+    parts = [HeldBox(box.offsets, box.sizes, _corner(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
+    return HeldWeight(tuple(tensor.shape), shard.dtype, isinstance(tensor, nn.Parameter), parts)
 
 
-def tell(weights: Mapping[str, Weight]) -> dict[str, Any]:
-    """What a rank holds or wants, for the others (`Told`)."""
+def tell(weights: Mapping[str, HeldWeight]) -> dict[str, Any]:
+    """Describe for the others what a rank holds or wants (`Told`)."""
     return {
         name: (weight.shape, [(part.offsets, part.sizes) for part in weight.parts]) for name, weight in weights.items()
     }
@@ -139,8 +139,8 @@ class _Piece(NamedTuple):
 def exchange(
     everyone: list[list[Told]],
     rank: int,
-    held: Mapping[str, Weight],
-    wanted: Mapping[str, Weight],
+    held: Mapping[str, HeldWeight],
+    wanted: Mapping[str, HeldWeight],
     dtypes: Mapping[str, torch.dtype],
     device: torch.device,
     all_to_all: Callable[[Tensor, Tensor, list[int], list[int]], None],
@@ -252,7 +252,7 @@ class WeightChanges:
                 was.copy_(now)
         return save(tensors)
 
-    def _round(self, numbers: Tensor, weight: Weight) -> Tensor:
+    def _round(self, numbers: Tensor, weight: HeldWeight) -> Tensor:
         """Numbers of a weight, as a patch has them."""
         return numbers.to(self._dtype) if weight.is_parameter else numbers
 
@@ -268,7 +268,7 @@ def apply_patches(model: nn.Module, patches: Iterable[bytes], *, after: int | No
     return patch_weights(weights_of(model), patches, after)
 
 
-def patch_weights(weights: Mapping[str, Weight], patches: Iterable[bytes], after: int | None) -> int:
+def patch_weights(weights: Mapping[str, HeldWeight], patches: Iterable[bytes], after: int | None) -> int:
     """`apply_patches`, to weights that this rank holds in any way."""
     if isinstance(patches, bytes):
         raise ValueError(f"patches are {len(patches)} bytes, but must be all ranks' patches; [patch] is a list of one")
@@ -319,7 +319,7 @@ def _read_patch(patch: bytes) -> dict[str, Tensor]:
     return tensors
 
 
-def _parse_change(key: str, tensors: Mapping[str, Tensor], weights: Mapping[str, Weight]) -> _Change:
+def _parse_change(key: str, tensors: Mapping[str, Tensor], weights: Mapping[str, HeldWeight]) -> _Change:
     """A change of a file that may be anything."""
     name = key.rpartition(":")[0]
     if name not in weights:
@@ -345,7 +345,7 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], weights: Mapping[str,
     return _Change(_Piece(name, offsets, sizes), places, values)
 
 
-def _apply(weight: Weight, change: _Change) -> None:
+def _apply(weight: HeldWeight, change: _Change) -> None:
     """Write the values that this rank holds."""
     if not len(change.places) or not weight.parts:
         return
@@ -404,7 +404,7 @@ def _is_first(parameter: Tensor, grid: Grid | None) -> bool:
     return all(mesh.get_local_rank(axis) == 0 for axis in mesh.mesh_dim_names or () if axis not in cut)
 
 
-def _view(weight: Weight, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+def _view(weight: HeldWeight, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """A rectangle that this rank holds."""
     for part in weight.parts:
         if _overlap(part.offsets, part.sizes, offsets, sizes) == (tuple(offsets), tuple(sizes)):

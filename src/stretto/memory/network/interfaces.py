@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which network interface a rank's proxy listens on: the job's, and never all of them. And why NCCL takes no puts."""
+"""Finds the network interface that a rank's proxy listens on: the job's, never all. And why NCCL takes no puts."""
 
 import fcntl
 import importlib.util

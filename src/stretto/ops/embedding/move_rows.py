@@ -84,5 +84,5 @@ def copy_rows_of_ranks(  # type: ignore[no-untyped-def]
 
 
 def find_addresses(parts: list[Tensor], device: torch.device) -> Tensor:
-    """What `look_up_rows` takes as parts: int64 [ranks] on the device."""
+    """Return the addresses of parts as `look_up_rows` takes them: int64 [ranks] on the device."""
     return torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)

@@ -56,7 +56,7 @@ class Leaves(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """How a product is computed: sizes of tiles, programs that share the leaves of one, and the place of x.
+    """A way to compute a product: sizes of tiles, programs that share the leaves of one, and the place of x.
 
     parts > 1: each program stores a sum of its own, [parts, m, n], which the next launch adds up by the tree.
     """
