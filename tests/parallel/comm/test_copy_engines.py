@@ -25,6 +25,7 @@ from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer
 from stretto.parallel.comm.copy_engine_scatter import MAX_STARTED, CopyEngineReduceScatter, ScatterRing
 from stretto.parallel.layers import block_shard, linear, weight_shard
+from stretto.parallel.layers.embedding import ParallelEmbedding
 from stretto.parallel.layout import local, version_of
 
 WEIGHTS = 9  # of the model: two blocks of four linears, and the head; the embedding is looked up where its rows are
@@ -340,6 +341,32 @@ def call_a_part(is_pushed: bool) -> list[torch.Tensor]:
 
 def test_calls_outside_of_a_pass_see_the_current_weights(interpret):
     for ours, other in zip(*(interpret(2, call_a_part, way) for way in (True, False)), strict=True):
+        assert all(map(torch.equal, ours, other))
+
+
+def use_a_table_in_many_ways(is_pushed: bool) -> list[torch.Tensor]:
+    """Losses and weights where the embedding is called alone, frozen, thawed, written in place and twice in a pass."""
+    setup = Setup(1, 2, is_pushed=is_pushed)
+    (table,) = (m for m in setup.model.modules() if isinstance(m, ParallelEmbedding))
+    found = []
+    for step in range(5):
+        table.weight.requires_grad_(step != 1)
+        first, second = setup.loss(), setup.loss()
+        (first + second).backward()
+        with torch.no_grad():
+            found += [first.detach(), setup.loss(), table(setup.text[:1])]
+            for parameter in setup.model.parameters():
+                if parameter.grad is not None:
+                    parameter.to_local().sub_(parameter.grad.to_local(), alpha=0.1)
+                    parameter.grad = None
+            if step == 2:  # in a way that no version counter shows
+                table.weight.to_local().detach().numpy()[...] *= 0.5
+    return [*found, *setup.shards()]
+
+
+@pytest.mark.long
+def test_an_embedding_is_right_when_called_alone_frozen_written_in_place_and_twice_in_a_pass(interpret):
+    for ours, other in zip(*(interpret(2, use_a_table_in_many_ways, way) for way in (True, False)), strict=True):
         assert all(map(torch.equal, ours, other))
 
 
