@@ -64,11 +64,11 @@ def count_over_grids(shapes: Sequence[dict[str, int]], rounds: int) -> list[dict
 
 
 def assert_no_growth(counts: list[dict[str, int]]) -> None:
-    first, *others = counts
-    for each in others:
-        assert (each["files"], each["groups"]) == (first["files"], first["groups"]), counts
-    # A thread that was joined is counted until the kernel has ended it; one that a grid leaves is in every later count.
-    assert min(each["threads"] for each in others) <= first["threads"], counts
+    """What a round leaves is in every later count. A thread or a connection that is just ending may be in any single one."""
+    half = len(counts) // 2
+    for what in ("threads", "files"):
+        assert min(each[what] for each in counts[half:]) <= min(each[what] for each in counts[:half]), counts
+    assert {each["groups"] for each in counts} == {counts[0]["groups"]}, counts
 
 
 @pytest.mark.long
@@ -148,7 +148,9 @@ def test_closing_grids_gives_back_what_no_other_uses_and_a_closed_one_is_refused
     for seen in ranks(4).run(close_grids):
         assert seen["between"]["groups"] > seen["before"]["groups"]
         assert seen["between"]["threads"] > seen["before"]["threads"]
-        assert seen["after"] == seen["before"]
+        assert seen["after"]["groups"] == seen["before"]["groups"]
+        assert seen["after"]["threads"] <= seen["before"]["threads"]
+        assert seen["after"]["files"] <= seen["before"]["files"]
         assert (seen["total"], seen["refusals"]) == (2.0, 7)
 
 
