@@ -45,6 +45,10 @@ def token_means(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Te
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)
 
 
+def squares(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    return logits.square().mean()
+
+
 def make(kind: str) -> nn.Module:
     torch.manual_seed(SEED)
     with warnings.catch_warnings():
@@ -58,12 +62,13 @@ def make(kind: str) -> nn.Module:
                 model = LlamaWithItsOwnLoss(LlamaConfig(**SIZES))
             case _:
                 model = LlamaForCausalLM(LlamaConfig(**SIZES))
-                model.loss_function = token_means
+                model.loss_function = token_means if kind == "smoothed" else squares
     return model.double()
 
 
 ROLES = {"token classification": {"score": "head", "dropout": "dropout"}}
-REFUSED = ["token classification", "own code", "set by the user"]
+SHARED = ["token classification", "own code", "smoothed", "squares"]
+REFUSED = {"smoothed": "smoothed labels", "squares": "from this rank's rows alone"}
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -82,7 +87,8 @@ def differences(sizes: dict[str, int], kind: str) -> dict[str, float]:
         expected = plain(input_ids=tokens, labels=labels).loss
         expected.backward()
         model = parallelize(make(kind), grid, roles=ROLES.get(kind))
-        loss = model(input_ids=tokens[rows], labels=labels[rows]).loss
+        by_place = kind == "own code"
+        loss = model(tokens[rows], *[labels[rows]] * by_place, **{} if by_place else {"labels": labels[rows]}).loss
         loss.backward()
     found = {"loss": distance(loss.detach(), expected.detach())}
     for (name, parameter), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -98,7 +104,13 @@ def test_labels_of_a_masked_language_model_are_not_shifted(ranks, sizes):
     assert ranks(count).run(differences, sizes, "masked") == [{}] * count
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(("kind", "sizes"), [("token classification", {"x": 2, "z": 2}), ("own code", {"z": 2})])
+def test_means_of_cross_entropy_are_of_the_global_batch_whoever_computes_them(ranks, kind, sizes):
+    count = 2 * sizes.get("x", 1)
+    assert ranks(count).run(differences, sizes, kind) == [{}] * count
+
+
+@pytest.mark.parametrize("kind", SHARED)
 def test_a_loss_that_stretto_does_not_know_is_the_models_own_where_ranks_share_the_batch(ranks, kind):
     assert ranks(2).run(differences, {"x": 2}, kind) == [{}] * 2
 
@@ -117,12 +129,12 @@ def refusal_of(sizes: dict[str, int], kind: str, **options: Any) -> str:
 @pytest.mark.parametrize("axis", ["data", "z"])
 def test_a_loss_that_stretto_does_not_know_is_refused_where_ranks_have_parts_of_the_batch(ranks, kind, axis):
     for refusal in ranks(2).run(refusal_of, {axis: 2}, kind):
-        assert "from this rank's rows alone" in refusal
+        assert REFUSED[kind] in refusal
         assert "mean_over_batch" in refusal
 
 
 def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
-    for refusal in ranks(2).run(refusal_of, {"data": 2}, "token classification", return_dict=False):
+    for refusal in ranks(2).run(refusal_of, {"data": 2}, "squares", return_dict=False):
         assert "from this rank's rows alone" in refusal
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stretto.huggingface.attention.linear_attention import linear_attentions_of
 from stretto.huggingface.known_modules import cache_of_nothing
-from stretto.huggingface.loss import calls_loss_function, computes_masked_loss
+from stretto.huggingface.loss import computes_masked_loss, has_loss_of_tokens
 from stretto.huggingface.pretrained_model import base_of, unwrap
 from stretto.ops.attention.plan import Layout
 
@@ -82,8 +82,8 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return f"the forward of {kind} hands attention no further arguments (**kwargs)"
-    if "For" in kind and not (calls_loss_function(model) or computes_masked_loss(model)):
-        return f"{kind} returns no output for each token, or computes its loss in its own code"
+    if "For" in kind and not (has_loss_of_tokens(model) or computes_masked_loss(model)):
+        return f"{kind} returns no output for each token, or computes its loss in code that is not known"
     return None
 
 

@@ -12,10 +12,14 @@ from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.pretrained_model import unwrap
 
 
-class ShardedLoss(Protocol):
-    """`stretto.parallel`'s loss of logits, targets and their number; `was_computed` is set at each call."""
+class ComputesLoss(Protocol):
+    """`was_computed` is set at each call."""
 
     was_computed: bool
+
+
+class ShardedLoss(ComputesLoss, Protocol):
+    """`stretto.parallel`'s loss of logits, targets and their number."""
 
     def __call__(self, logits: Tensor, targets: Tensor, num_targets: Tensor | int | None = None) -> Tensor: ...
 
@@ -35,12 +39,17 @@ def replace_loss_function(model: nn.Module, loss: ShardedLoss) -> bool:
 
 def _shifts_labels(model: nn.Module) -> bool | None:
     """True if the loss compares logits with the next token's label, False if with its own; None for other losses."""
+    return {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(_name_of_loss(model))
+
+
+def _name_of_loss(model: nn.Module) -> str:
+    """The name of the function of transformers that is the model's loss; empty for others."""
     is_default = getattr(model, "loss_type", None) is None and "_loss_function" not in vars(model)
     if is_default and hasattr(type(model), "loss_function"):
-        return True  # transformers takes the causal loss then, and warns
+        return "ForCausalLMLoss"  # transformers takes it then, and warns
     own = getattr(model, "loss_function", None)
     is_known = str(getattr(own, "__module__", "")).startswith("transformers.")
-    return {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}.get(getattr(own, "__name__", "")) if is_known else None
+    return getattr(own, "__name__", "") if is_known else ""
 
 
 def calls_loss_function(model: nn.Module) -> bool:
@@ -105,6 +114,12 @@ def changes_logits(model: nn.Module) -> bool:
     return any(value is not None for value in values)
 
 
+def has_loss_of_tokens(model: nn.Module) -> bool:
+    """True if the model compares the logits of each token with a label, by a function of transformers."""
+    names = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification")
+    return calls_loss_function(model) and _name_of_loss(unwrap(model)) in names
+
+
 def computes_masked_loss(model: nn.Module) -> bool:
     """True if this is a masked language model of transformers, or T5, whose own code computes the loss, as BERT's."""
     kind = type(unwrap(model))
@@ -115,23 +130,22 @@ def computes_masked_loss(model: nn.Module) -> bool:
     return is_theirs and inspect.isfunction(forward) and "CrossEntropyLoss" in forward.__code__.co_names
 
 
-def refuse_losses_of_one_rank(model: nn.Module, loss: ShardedLoss | None) -> None:
+def refuse_losses_of_one_rank(model: nn.Module, of_batch: ComputesLoss) -> None:
     """Have the model raise ValueError where its own code computes a loss: it would be of this rank's rows alone.
 
-    loss: the one that stands in the place of the model's.
+    of_batch: what computes losses of the global batch in the place of the model's own.
     """
 
     def before(*_: object) -> None:
-        if loss is not None:
-            loss.was_computed = False
+        of_batch.was_computed = False
 
     def after(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
-        if isinstance(first, Tensor) and not first.dim() and not (loss is not None and loss.was_computed):
+        if isinstance(first, Tensor) and not first.dim() and not of_batch.was_computed:
             raise ValueError(
                 f"{type(model).__name__} has computed a loss of its own, from this rank's rows alone; Stretto replaces "
-                "transformers' losses of causal and masked language models. Call it without labels, and compute the "
-                "loss from its logits with stretto.parallel.mean_over_batch"
+                "transformers' losses of language models, and means of cross-entropies. Call it without labels, and "
+                "compute the loss from its logits with stretto.parallel.mean_over_batch"
             )
 
     model.register_forward_pre_hook(before)

@@ -15,7 +15,6 @@ from stretto.huggingface import router_loss
 from stretto.huggingface.loss import (
     calls_loss_function,
     changes_logits,
-    computes_masked_loss,
     refuse_losses_of_one_rank,
     replace_loss_function,
 )
@@ -35,16 +34,16 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
     head = next((model.get_submodule(name) for name in plan.named("head")), None)
     loss = ParallelLoss(head) if isinstance(head, ParallelHead) else None
     if plan.is_pretrained:
-        if loss is not None and not replace_loss_function(model, loss):
+        calls = calls_loss_function(model)
+        if loss is not None and not (calls and replace_loss_function(model, loss)):
             loss = None
-        if grid.size(LOSS) > 1 and computes_masked_loss(model):
-            means = MeansOverBatch(grid, is_averaged=gradients.averages)
-            take_means_over_batch(model, means, only_with_labels=False)
-            return
-        is_sharded = is_sharded and calls_loss_function(model) and not changes_logits(model)
+        is_sharded = is_sharded and not changes_logits(model)
         balance_over_batch(model, gradients)
         if grid.size(LOSS) > 1:
-            refuse_losses_of_one_rank(model, loss)
+            means = MeansOverBatch(grid, is_averaged=gradients.averages)
+            if loss is None:  # the model's own code, or a function that is not known, computes it
+                take_means_over_batch(model, means)
+            refuse_losses_of_one_rank(model, loss or means)
     elif loss is None or not plan.named("loss"):  # the model returns whole logits, or computes its own loss
         if grid.size(LOSS) > 1:
             model.register_forward_hook(_refuse_means_of_one_rank)
@@ -82,21 +81,20 @@ def install_loss_of_rows(
             return
     if is_pretrained and gradients.grid.size(LOSS) > 1:
         means = MeansOverBatch(gradients.grid, passes_others=True, is_averaged=gradients.averages)
-        take_means_over_batch(model, means, only_with_labels=True)
+        take_means_over_batch(model, means)
 
 
-def take_means_over_batch(model: nn.Module, means: MeansOverBatch, *, only_with_labels: bool) -> None:
-    """Have the cross-entropy that a model's own code computes be the mean over the global batch.
-
-    only_with_labels: do not change calls without an argument of such a name.
-    """
+def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
+    """Have the cross-entropy that a model's own code computes in calls with labels be the mean over the global batch."""
     forward = model.forward
+    names = [*inspect.signature(forward).parameters]
 
     @functools.wraps(forward)
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
-        if only_with_labels and all(value is None for key, value in kwargs.items() if "label" in key):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if all(value is None for key, value in given.items() if "label" in key):
             return forward(*args, **kwargs)
-        means.adds_sums = kwargs.get("num_items_in_batch") is not None  # transformers divides a sum by it
+        means.adds_sums = given.get("num_items_in_batch") is not None  # transformers divides a sum by it
         with means:
             return forward(*args, **kwargs)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, DynamicCache
+from transformers import BertConfig, BertForMaskedLM, DynamicCache, LlamaConfig, LlamaForSequenceClassification
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
@@ -630,6 +630,7 @@ def test_states_and_ends_of_parts_are_what_linear_attention_sends(ranks, family,
             ),
             "rotary embedding, dynamic, depends on the length",
         ),
+        (lambda: LlamaForSequenceClassification(LlamaConfig(num_hidden_layers=1)), "returns no output for each token"),
         (partial(nn.Linear, 8, 8), "Linear is neither a model of transformers nor one whose forward takes"),
     ],
 )

@@ -277,6 +277,7 @@ class MeansOverBatch(TorchFunctionMode):
     indices, class weights, smoothed labels and other reductions, unless `passes_others`: they stay each rank's own.
     is_averaged: whether the model's gradients are averaged over the ranks, and not summed. The attribute `adds_sums`:
     whether a sum of cross-entropies is one over the global batch, which the caller divides by its own count.
+    `was_computed`: a loss of the global batch, since the caller that reads it has set it to False.
     """
 
     def __init__(self, grid: Grid, *, passes_others: bool = False, is_averaged: bool = True) -> None:
@@ -285,6 +286,7 @@ class MeansOverBatch(TorchFunctionMode):
         self.passes_others = passes_others
         self.is_averaged = is_averaged
         self.adds_sums = False
+        self.was_computed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.cross_entropy:
@@ -304,7 +306,7 @@ class MeansOverBatch(TorchFunctionMode):
             or targets.is_floating_point()
         ):
             if self.adds_sums and options["reduction"] == "sum":
-                part = func(*args, **kwargs)
+                self.was_computed, part = True, func(*args, **kwargs)
                 return _SumOverLossGroup.apply(part, self.grid.communicator(LOSS), self.is_averaged)
             if self.passes_others:
                 return func(*args, **kwargs)
@@ -313,6 +315,7 @@ class MeansOverBatch(TorchFunctionMode):
                 "no indices, or no mean, which Stretto cannot take over the global batch: call it without labels, and "
                 "use stretto.parallel.mean_over_batch"
             )
+        self.was_computed = True
         options["reduction"] = "sum"
         count = (targets != options["ignore_index"]).sum()
         return _mean_over_batch(func(*given.args, **given.kwargs), count, self.grid, is_averaged=self.is_averaged)
