@@ -85,7 +85,7 @@ def install_loss_of_rows(
 
 
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
-    """Have the cross-entropy that a model's own code computes in calls with labels be the mean over the global batch."""
+    """Have the cross-entropy that a model computes in calls with labels be the mean over the global batch."""
     forward = model.forward
     names = [*inspect.signature(forward).parameters]
 
