@@ -20,7 +20,7 @@ from stretto.memory import PeerError
 from stretto.memory.plain_data import pack
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, parallelize
-from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns
+from stretto.parallel.pipeline.activations import Activations, OutputLayouts, StandIns, tensors_of
 from stretto.parallel.pipeline.message_format import MessageHeader, MessageKey
 from tests.fuzzing import fuzz
 from tests.memory.test_plain_data import Bomb, mutate
@@ -174,3 +174,9 @@ def test_a_stage_refuses_damaged_descriptions_with_the_name_of_the_rank_that_sen
     assert "pipe rank 0 has sent activations that are damaged" in of_receiver
     assert "pipe rank 1" in of_sender
     assert "code of a peer" not in capfd.readouterr().out
+
+
+def test_tensors_are_found_in_mappings_that_torch_takes_for_leaves() -> None:
+    """Blocks hand keys on in transformers' KVSharingDict: unseen, a later stage would miss them."""
+    found = tensors_of([MASK, {"keys": collections.UserDict({"full": (HIDDEN, MASK)})}])
+    assert [id(each) for each in found] == [id(MASK), id(HIDDEN), id(MASK)]

@@ -8,7 +8,7 @@ reads sizes off them, as for a padding or a mask. `OutputLayouts` records these,
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NoReturn
@@ -284,5 +284,7 @@ def depend_on(outputs: Iterable[Tensor], leaves: Sequence[Tensor]) -> bool:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a tree."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """The tensors in a tree, and in mappings that torch takes for leaves, such as transformers' KVSharingDict."""
+    leaves = tree_leaves(value)
+    inner = (tensors_of(dict(leaf)) for leaf in leaves if isinstance(leaf, Mapping))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)] + [each for found in inner for each in found]
