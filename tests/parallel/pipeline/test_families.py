@@ -170,7 +170,7 @@ def inputs_cases() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "positions"), inputs_cases())
 @pytest.mark.parametrize("sizes", [{"pipe": 2}, {"pipe": 3}, {"pipe": 2, "x": 2}, {"pipe": 2, "data": 2}], ids=str)
 def test_masks_positions_and_pictures_reach_the_stages_that_need_them(ranks, sizes, name, positions):
-    if (sizes["pipe"] == 3 and name in ("bloom", "opt")) or ("data" in sizes and name == "vision"):
-        sizes = {"pipe": 2}  # two blocks; a loss that no grid averages over data
+    if sizes["pipe"] == 3 and name in ("bloom", "opt"):
+        sizes = {"pipe": 2}  # two blocks
     for far in ranks(prod(sizes.values())).run(losses_with_inputs, sizes, name, positions):
         assert far < TOLERANCE
