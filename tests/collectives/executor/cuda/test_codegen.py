@@ -51,7 +51,7 @@ def test_it_compiles_for_every_architecture(arch, protocol):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
-    assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
+    assert compile_source(write_interpreter(4, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
 
 
 @pytest.mark.long
@@ -113,7 +113,7 @@ def test_ll128_reads_a_line_by_a_whole_warp():
 
 
 def test_the_interpreter_counts_a_step_for_other_thread_blocks_after_a_barrier_and_a_fence():
-    text = compile_to_ptx(write_interpreter(4, 1, Variant("float32", "sum", "LL")))
+    text = compile_to_ptx(write_interpreter(4, Variant("float32", "sum", "LL")))
     counted = text.rindex("st.volatile.global.u64")
     before = text[:counted]
     fence = max(before.rfind(words) for words in ("membar.gl", "fence.acq_rel.gpu", "fence.sc.gpu"))

@@ -40,17 +40,16 @@ class Variant:
         return self.dtype in ("float16", "bfloat16")
 
 
-def write_macros(variant: Variant, world_size: int, rank: int) -> str:
-    """The definitions that the C++ sources expect."""
+def write_macros(variant: Variant, world_size: int, rank: int | None = None) -> str:
+    """The definitions that the C++ sources expect. rank: None for a source that is the same on all ranks."""
     macros = {
         "ELEMENT": ELEMENTS[variant.dtype],
         "OPERATION": OPERATIONS[variant.reduction],
         "IS_AVERAGE": int(variant.reduction == "avg"),
         "PROTOCOL": PROTOCOLS[variant.protocol],
         "WORLD": world_size,
-        "RANK": rank,
         "UNROLL": variant.unroll,
-    }
+    } | ({} if rank is None else {"RANK": rank})
     return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
