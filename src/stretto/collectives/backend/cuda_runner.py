@@ -43,7 +43,9 @@ logger = logging.getLogger("stretto.collectives")
 
 
 class CudaRunner:
-    """Runner for CUDA tensors. Each rank has a GPU, all in one machine, and all access each other's memory.
+    """Runner for CUDA tensors. Each rank has a GPU, and GPUs of one node access each other's memory.
+
+    Between nodes it runs installed schedules alone, whose kernels put.
 
     fast: what launches calls again that were made before (native/fast_calls.hpp); None: nothing does.
     """
@@ -75,7 +77,9 @@ class CudaRunner:
         self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
     ) -> None:
         """Check that the group's GPUs can run the schedule. Its kernel is compiled at the first call."""
-        communicator = self._communicator_or_none()
+        if self._communicator is None and self._member.size > 1:
+            self._obstacle = None  # of the library's calls: a schedule puts to other nodes
+        communicator = self._communicator_or_none(puts_between_nodes=True)
         if communicator is None:
             raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
         communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
@@ -253,13 +257,15 @@ class CudaRunner:
                 self._fast.follow(workspace.last_stream, work.end)
         return work
 
-    def _communicator_or_none(self) -> CudaCommunicator | None:
-        """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together."""
+    def _communicator_or_none(self, *, puts_between_nodes: bool = False) -> CudaCommunicator | None:
+        """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together.
+
+        puts_between_nodes: whether they can on several nodes.
+        """
         if self._communicator is None and self._obstacle is None:
             group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-            self._obstacle = find_obstacle(
-                group, torch.device("cuda", torch.cuda.current_device()), needs_atomics=False
-            )
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._obstacle = find_obstacle(group, device, needs_atomics=False, puts_between_nodes=puts_between_nodes)
             if self._obstacle is None:
                 self._communicator = CudaCommunicator(group)
                 self._open_fast_calls(self._communicator)

@@ -211,7 +211,7 @@ def lay_out_connections(
 ) -> tuple[dict[tuple[int, int, int], FifoConnection], int]:
     """Lay out all connections, by (sender, receiver, channel), and find the bytes of the rank with the largest FIFOs.
 
-    chunk_tile_bytes: of a chunk's tile. Raises ValueError if two thread blocks share a direction of a connection, or its
+    chunk_tile_bytes: of a tile of a chunk. Raises ValueError if two thread blocks share a direction of one, or its
     sends do not match its receives.
     """
     sends: dict[tuple[int, int, int], list[int]] = {}

@@ -148,7 +148,7 @@ def _spread(signature):
 
 
 class EmulatedWorkspace:
-    """A rank's workspace in this process's memory; memories: None for those of other nodes. check raises the words of a real one."""
+    """A rank's workspace in this process's memory. memories: None for other nodes'. check raises a real one's words."""
 
     def __init__(self, rank, memories, regions, half, folder, limit=60.0, has_nvlink=True, macros=""):
         self.rank, self.world_size = rank, len(memories)

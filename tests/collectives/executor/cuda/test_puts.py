@@ -16,6 +16,7 @@ from tests.collectives.random_programs import random_program
 from stretto.collectives import compile_program, verify
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.collectives.executor import simulate
+from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.puts import lay_out_puts
 from stretto.collectives.executor.cuda.variant import Variant
@@ -98,14 +99,14 @@ def run_schedules(per_node, variables, variant, count, seed, folder):
         (4, 2, {"STRETTO_NODES": "2x2"}, Variant("float32", "sum", "LL"), 3),
         pytest.param(4, 2, {}, Variant("bfloat16", "sum", "Simple"), 6, marks=pytest.mark.long),
         pytest.param(
-            *(8, 4, {"STRETTO_NODES": "2x4", "STRETTO_PROXY": "python"}, Variant("float32", "sum", "LL128"), 20),
+            *(8, 4, {"STRETTO_NODES": "2x4", "STRETTO_PROXY": "python"}, Variant("float32", "sum", "LL128"), 8),
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            *(8, 2, {"STRETTO_NODES": "4x2"}, Variant("float32", "sum", "LL"), 60), marks=pytest.mark.exhaustive
+            *(8, 2, {"STRETTO_NODES": "4x2"}, Variant("float32", "sum", "LL"), 8), marks=pytest.mark.exhaustive
         ),
         pytest.param(
-            *(3, 1, {"STRETTO_NODES": "3x1"}, Variant("int8", "sum", "LL128"), 100), marks=pytest.mark.exhaustive
+            *(3, 1, {"STRETTO_NODES": "3x1"}, Variant("int8", "sum", "LL128"), 60), marks=pytest.mark.exhaustive
         ),
     ],
 )
@@ -157,3 +158,11 @@ def test_connections_between_nodes_have_the_slots_that_were_verified_and_share_n
         pairs = [(key[:2], one.signal) for key, one in slots.items() if key[1] == rank]
         assert len(set(pairs)) == len(pairs)
     assert all(one.signal + 1 < signals for one in slots.values())
+
+
+def test_fused_kernels_are_refused_between_nodes(folder):
+    schedule = ALGORITHMS["ring-all-gather"].compile(ranks=2)
+    workspace = EmulatedWorkspace(0, [torch.zeros(1), None], {}, 0, folder)
+    workspace.nodes = (0, 1)
+    with pytest.raises(ValueError, match="the group's ranks are on 2 nodes, between which the interpreter alone puts"):
+        FusedScheduleKernel(schedule, workspace, Variant("int32", "sum", "LL"), in_place=True)

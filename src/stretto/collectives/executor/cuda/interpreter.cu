@@ -8,7 +8,7 @@
 // counts use two halves in turn, and no call ends before all ranks have begun it (the tokens at its end, or a fused
 // kernel's messages): a rank that has begun call n has ended n - 1, so all have begun n - 1 and ended n - 2.
 //
-// Between nodes (puts is not 0) a connection uses Simple, whatever the protocol of the others: a message is the bytes of its
+// Between nodes (BETWEEN_NODES is 1, and puts not 0) a connection uses Simple, whatever the protocol of the others: a message is the bytes of its
 // tiles, in as many slots of pinned memory. The sender's block waits for a slot's credit, stores into a slot of its own, and
 // after the barrier its leader posts a descriptor; the proxies carry it into the receiver's slot and count it. The
 // receiver's leader waits for that count, its block reads the slot, and after the barrier the leader posts the credit. Both
@@ -126,6 +126,7 @@ extern "C" __global__ void __launch_bounds__(512)
   const Call call = {input,      output,      scratch, block_bytes,  chunk_bytes,
                      tile_bytes, num_vectors, tiles,   block_chunks, slots};
   const BlockRow block = blocks[blockIdx.x];
+  const bool puts_out = BETWEEN_NODES && block.puts_out, puts_in = BETWEEN_NODES && block.puts_in;
   const u32 epoch = next_epoch(state);
   const u64 call_flag = (u64)epoch << 32, side = (epoch & 1) * half;
   const bool is_leader = threadIdx.x == 0;
@@ -140,16 +141,16 @@ extern "C" __global__ void __launch_bounds__(512)
   // Counts of messages that this rank has received, and of slots that are free again for it, by connection.
   u64* arrived = (u64*)(own + counts) + block.receive_number;
   u64* freed = (u64*)(own + counts) + connections + block.send_number;
-  char* receiver = block.send_peer < 0 || block.puts_out ? 0 : peers[block.send_peer] + side;
-  char* sender = block.receive_peer < 0 || block.puts_in ? 0 : peers[block.receive_peer] + side;
+  char* receiver = block.send_peer < 0 || puts_out ? 0 : peers[block.send_peer] + side;
+  char* sender = block.receive_peer < 0 || puts_in ? 0 : peers[block.receive_peer] + side;
   u64* arrived_there = receiver ? (u64*)(receiver + counts) + block.send_number : 0;
   u64* freed_there = sender ? (u64*)(sender + counts) + connections + block.receive_number : 0;
   u64 sent = 0, received = 0, done = 0;
   // Messages that calls before this one have put; the signals of the peers' messages and credits.
-  const u64 put_before = block.puts_out ? puts->passed[2 * blockIdx.x] : 0;
-  const u64 got_before = block.puts_in ? puts->passed[2 * blockIdx.x + 1] : 0;
-  const u32* credits = block.puts_out ? puts->signals + block.send_peer * puts->row + block.send_number + 1 : 0;
-  const u32* messages = block.puts_in ? puts->signals + block.receive_peer * puts->row + block.receive_number : 0;
+  const u64 put_before = puts_out ? puts->passed[2 * blockIdx.x] : 0;
+  const u64 got_before = puts_in ? puts->passed[2 * blockIdx.x + 1] : 0;
+  const u32* credits = puts_out ? puts->signals + block.send_peer * puts->row + block.send_number + 1 : 0;
+  const u32* messages = puts_in ? puts->signals + block.receive_peer * puts->row + block.receive_number : 0;
   bool is_lost = false;  // the same in all threads of the block
   for (u64 tile = 0; tile < tiles; ++tile) {
     for (int at = 0; at < block.steps; ++at) {
@@ -159,11 +160,11 @@ extern "C" __global__ void __launch_bounds__(512)
           u64 target = tile * blocks[step.awaited_block].steps + step.awaited_step + 1;
           await_flag(ended + step.awaited_block, call_flag + target, local_wait, at, FOR_THREAD_BLOCK);
         }
-        if (step.kind & SENDS && block.puts_out)
+        if (step.kind & SENDS && puts_out)
           await_count(credits, put_before + sent - slots + 1, wait, at, FOR_SLOT);
         else if (step.kind & SENDS && sent >= slots)
           await_flag(freed, call_flag + sent - slots + 1, wait, at, FOR_SLOT);
-        if (step.kind & RECEIVES && block.puts_in) await_count(messages, got_before + received + 1, wait, at, FOR_MESSAGE);
+        if (step.kind & RECEIVES && puts_in) await_count(messages, got_before + received + 1, wait, at, FOR_MESSAGE);
 #if PROTOCOL == SIMPLE
         else if (step.kind & RECEIVES)
           await_flag(arrived, call_flag + received + 1, wait, at, FOR_MESSAGE);
@@ -172,27 +173,27 @@ extern "C" __global__ void __launch_bounds__(512)
       is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);
       const u64 in_slot = (got_before + received) % slots * block.receive_stride;
       const u64 out_slot = (put_before + sent) % slots * block.send_stride;
-      const char* incoming = (block.puts_in ? puts->slots : own + region) + block.receive_start + in_slot;
-      char* outgoing = block.puts_out ? puts->slots + block.send_source + out_slot
+      const char* incoming = (puts_in ? puts->slots : own + region) + block.receive_start + in_slot;
+      char* outgoing = puts_out ? puts->slots + block.send_source + out_slot
                        : receiver     ? receiver + region + block.send_start + out_slot
                                       : 0;
       // The last tile's bytes are fewer, in whole vectors.
       const u64 put_bytes = chunk_length((call.chunk_bytes + 15) & ~15ull, tile * call.tile_bytes, call.tile_bytes);
       do_step(step, call, tile, incoming, outgoing, call_flag + received + 1, call_flag + sent + 1, wait, is_lost, at,
-              block.puts_in, block.puts_out, put_bytes);
+              puts_in, puts_out, put_bytes);
       ++done;
       if (step.kind & SENDS) ++sent;
       if (step.kind & RECEIVES) ++received;
       is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);
       if (is_leader && !is_lost) {
-        if (step.kind & SENDS && block.puts_out)
+        if (step.kind & SENDS && puts_out)
           post(*puts, block.send_peer, block.send_number, block.send_source + out_slot, block.send_start + out_slot,
                step.size * put_bytes, wait, at);
 #if PROTOCOL == SIMPLE
         else if (step.kind & SENDS)
           raise_flag(arrived_there, call_flag + sent);
 #endif
-        if (step.kind & RECEIVES && block.puts_in)
+        if (step.kind & RECEIVES && puts_in)
           post(*puts, block.receive_peer, block.receive_number + 1, 0, 0, 0, wait, at);
         else if (step.kind & RECEIVES)
           raise_flag(freed_there, call_flag + received);
@@ -203,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(512)
       }
     }
   }
-  if (is_leader && block.puts_out) puts->passed[2 * blockIdx.x] = put_before + sent;
-  if (is_leader && block.puts_in) puts->passed[2 * blockIdx.x + 1] = got_before + received;
+  if (is_leader && puts_out) puts->passed[2 * blockIdx.x] = put_before + sent;
+  if (is_leader && puts_in) puts->passed[2 * blockIdx.x + 1] = got_before + received;
   if (blockIdx.x == 0)  // a call's half may be written again once all ranks have begun the next one
     for (u32 peer = threadIdx.x; peer < WORLD; peer += blockDim.x)
       if (peer != rank && peers[peer]) await_flag((u64*)own + peer, call_flag, wait, TO_BEGIN, peer);

@@ -44,10 +44,15 @@ _MAX_SIZES = 256  # whose tables are kept
 _FOR_MESSAGE, _FOR_SLOT, _FOR_ROOM = 0, 1, 3  # as in primitives.cu
 
 
-def write_interpreter(world_size: int, variant: Variant) -> str:
-    """The interpreter's CUDA C++ for a dtype, a reduction and a protocol: one kernel for all schedules and ranks."""
+def write_interpreter(world_size: int, variant: Variant, *, between_nodes: bool = False) -> str:
+    """The interpreter's CUDA C++ for a dtype, a reduction and a protocol: one kernel for all schedules and ranks.
+
+    between_nodes: whether it puts, which takes registers.
+    """
     macros = write_macros(replace(variant, unroll=1), world_size)
-    return macros + read_sources("ptx.cu", "primitives.cu", "puts.cu", "interpreter.cu")
+    return f"{macros}#define BETWEEN_NODES {int(between_nodes)}\n" + read_sources(
+        "ptx.cu", "primitives.cu", "puts.cu", "interpreter.cu"
+    )
 
 
 class _PaddedCopy(NamedTuple):
@@ -131,7 +136,7 @@ class InterpretedSchedule:
         tile_bytes: int = DEFAULT_TILE_BYTES,
         threads: int = MAX_THREADS,
     ) -> None:
-        require_runnable(schedule, workspace, variant)
+        require_runnable(schedule, workspace, variant, puts=True)
         self.name = schedule.name
         self.schedule = schedule
         self.workspace = workspace
@@ -147,7 +152,7 @@ class InterpretedSchedule:
         self._divisions = Divisions()
         if variant.reduction == "avg":
             self._divisions = find_divisions(schedule, self.collective, of_inputs=variant.is_16_bit_float)
-        source = write_interpreter(workspace.world_size, variant)
+        source = write_interpreter(workspace.world_size, variant, between_nodes=bool(workspace.nodes))
         self._function = workspace.load(source, list(PARAMETERS))
         self._region = workspace.regions[variant.protocol]
         self._peers = torch.tensor(workspace.peers, dtype=torch.int64, device=workspace.device)

@@ -59,8 +59,18 @@ def read_sources(*names: str) -> str:
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-def require_runnable(schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant) -> None:
-    """Raise ValueError for a schedule for another number of ranks, or a protocol that these links do not support."""
+def require_runnable(
+    schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant, *, puts: bool = False
+) -> None:
+    """Raise ValueError for a schedule for another number of ranks, or a protocol that these links do not support.
+
+    puts: whether its kernel puts to other nodes.
+    """
+    if workspace.nodes and not puts:
+        raise ValueError(
+            f"{schedule.name}: the group's ranks are on {len(set(workspace.nodes))} nodes, between which the "
+            "interpreter alone puts: install the schedule, or make an InterpretedSchedule"
+        )
     if schedule.collective.ranks != workspace.world_size:
         raise ValueError(
             f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "
