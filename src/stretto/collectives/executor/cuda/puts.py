@@ -101,6 +101,10 @@ class SchedulePuts:
         self._pinned.check()
         self._pinned.endpoint.proxy.wake()
 
+    def break_connection(self, peer: int) -> None:
+        """Break the connection to a peer of another node, for tests: it is opened again, and nothing is lost."""
+        self._pinned.endpoint.proxy.break_connection(peer)
+
     def describe(self, rank: int) -> str:
         """Name a rank with its node and NIC, and what the proxy knows of it."""
         endpoint = self._pinned.endpoint
