@@ -104,15 +104,14 @@ def run_schedules_between_nodes(nodes: str, seed: int) -> list[tuple[Any, ...]]:
                 elements, late = rng.choice((1, 700, 5000)), rng.randrange(world)
                 cycles, is_broken = rng.choice((0, 100_000, 1_000_000)), call % 8 == 5
                 size = elements * schedule.collective.input_chunks
-                given = [
-                    torch.rand(size, generator=torch.Generator().manual_seed(peer + call)) for peer in range(world)
-                ]
+                seeds = [torch.Generator().manual_seed(peer + call) for peer in range(world)]
+                given = [torch.rand(size, generator=one) for one in seeds]
                 right = simulate(schedule, given)[rank]
                 begin, end = schedule.collective.starts(rank) if in_place else (0, 0)
                 whole = torch.zeros(elements * schedule.collective.chunks_per_loop, device="cuda")
-                output = (
-                    whole[elements * end :][: right.numel()] if in_place else torch.zeros_like(right, device="cuda")
-                )
+                output = torch.zeros_like(right, device="cuda")
+                if in_place:
+                    output = whole[elements * end :][: right.numel()]
                 source = whole[elements * begin :][:size].copy_(given[rank])
                 if late == rank:
                     torch.cuda._sleep(cycles)
@@ -121,11 +120,11 @@ def run_schedules_between_nodes(nodes: str, seed: int) -> list[tuple[Any, ...]]:
                 kernel(*((whole,) if in_place else (source, output)))
                 if not torch.equal(output.cpu(), right):
                     wrong.append((schedule.name, protocol, call))
+        mine, graph = given[rank].cuda(), torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         dist.barrier()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            source.copy_(mine := given[rank].cuda())
+            source.copy_(mine)
             kernel(*((whole,) if in_place else (source, output)))
         for replay in range(20):
             graph.replay()
