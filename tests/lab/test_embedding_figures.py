@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab embedding-figures` times the look-up launched in other ways, which give its numbers."""
 
+import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +20,22 @@ def test_each_launch_is_a_row(interpret: Callable[..., list[Any]]) -> None:
         "remote_first", "oblivious", "persistent", "a program a slice", "a kernel a table"
     ]  # fmt: skip
     assert all(row["milliseconds"] > 0 and row["skew"] >= 0 for row in rows)
+
+
+def measure_on_nodes(nodes: str) -> list[dict[str, Any]]:
+    with mock.patch.dict(os.environ):
+        return measure_figures(FiguresSetting("16x1x8x2", 9, ("slice",), nodes, ranks=2, warm_up=0, repeats=1), 2)
+
+
+@pytest.mark.exhaustive
+def test_between_nodes_slices_of_several_sizes_are_put(interpret: Callable[..., list[Any]]) -> None:
+    rows, _ = interpret(2, measure_on_nodes, "2x1")
+    assert [row["what"] for row in rows] == ["4 samples", "8 samples"]
+
+
+def test_between_nodes_slices_alone_are_studied() -> None:
+    with pytest.raises(ValueError, match="of occupancy, slice, order, launches, slices alone are studied"):
+        FiguresSetting(nodes="2x1")
 
 
 def test_an_unknown_study_is_refused() -> None:
