@@ -7,8 +7,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from lab.embedding.figures import FiguresSetting, measure_figures
+from lab.operators.between_nodes import _make_embedding
 
 TINY = FiguresSetting("4x2x8x2", rows=9, studies=("order", "launches"), ranks=2, warm_up=0, repeats=1)
 
@@ -31,6 +33,17 @@ def measure_on_nodes(nodes: str) -> list[dict[str, Any]]:
 def test_between_nodes_slices_of_several_sizes_are_put(interpret: Callable[..., list[Any]]) -> None:
     rows, _ = interpret(2, measure_on_nodes, "2x1")
     assert [row["what"] for row in rows] == ["4 samples", "8 samples"]
+
+
+def look_up_on_nodes(nodes: str) -> bool:
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
+        runs = _make_embedding(8, torch.device("cpu"))
+        return torch.equal(runs["kernel"](), runs["library"]())
+
+
+@pytest.mark.exhaustive
+def test_operators_between_nodes_has_look_ups_that_are_put(interpret: Callable[..., list[Any]]) -> None:
+    assert interpret(2, look_up_on_nodes, "2x1") == [True, True]
 
 
 def test_between_nodes_slices_alone_are_studied() -> None:
