@@ -73,7 +73,8 @@ def test_on_several_nodes_a_schedule_that_is_installed_puts_and_nccl_runs_the_re
         return None if puts_between_nodes else "its ranks are on 2 nodes"
 
     installed = find("direct-all-gather").compile(ranks=2)
-    workspace = SimpleNamespace(require_lines_for=lambda protocol, name: None)
+    workspace = SimpleNamespace(require_lines_for=lambda protocol, name: None, nodes=(0, 1))
+    monkeypatch.setattr(cuda_runner.SchedulePuts, "allocate", lambda *arguments: arguments)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cuda_runner.c10d, "_resolve_process_group", lambda name: name)
@@ -83,7 +84,7 @@ def test_on_several_nodes_a_schedule_that_is_installed_puts_and_nccl_runs_the_re
     call = BackendCall("allreduce", (torch.zeros(4),), (torch.zeros(4),), "sum", 0, 1.0)
     assert runner.start_fastest(call) == (None, "", "its ranks are on 2 nodes", False)
     runner.prepare(installed, None, 1.0)
-    assert runner._schedules == {id(installed): installed}
+    assert runner._puts == {id(installed): (installed, workspace, 1 << 16)}
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,9 @@ from stretto.collectives.backend.native import make_enqueued_work, make_work, pr
 from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, Kernel
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
-from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.interpreter import DEFAULT_TILE_BYTES, InterpretedSchedule
 from stretto.collectives.executor.cuda.nvrtc import launch_addresses
+from stretto.collectives.executor.cuda.puts import SchedulePuts
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import EndOfCall
 from stretto.collectives.executor.layout import overlap
@@ -57,6 +58,7 @@ class CudaRunner:
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
         self._tile_bytes: dict[int, int] = {}
+        self._puts: dict[int, SchedulePuts] = {}  # between nodes
         self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
         self._of_graphs: dict[int, object] = {}  # kernels that graphs replay, even of discarded schedules
         self._lock = threading.RLock()  # of a call, and of what it leaves to the next: the last call's end, parameters
@@ -86,6 +88,9 @@ class CudaRunner:
         self._schedules[id(schedule)] = schedule
         if tile_bytes is not None:
             self._tile_bytes[id(schedule)] = tile_bytes
+        if communicator.workspace.nodes:
+            size = DEFAULT_TILE_BYTES if tile_bytes is None else tile_bytes
+            self._puts[id(schedule)] = SchedulePuts.allocate(schedule, communicator.workspace, size)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Enqueue the schedule's kernels and all copies."""
@@ -206,6 +211,7 @@ class CudaRunner:
             end.synchronize()
         self._schedules.pop(id(schedule))
         self._tile_bytes.pop(id(schedule), None)
+        self._puts.pop(id(schedule), None)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
 
     def close(self, seconds: float) -> None:
@@ -219,6 +225,7 @@ class CudaRunner:
             torch.cuda.synchronize(self._communicator.workspace.device)
         self._kernels.clear()
         self._of_graphs.clear()
+        self._puts.clear()
         self._schedules.clear()
         if self._communicator is not None:
             failures.keep_unseen()
@@ -295,16 +302,17 @@ class CudaRunner:
                 )
             variant = Variant(dtype, reduction, schedule.protocol)
             workspace = self._communicator.workspace
-            if (tile_bytes := self._tile_bytes.get(id(schedule))) is not None:
-                self._kernels[key] = InterpretedSchedule(
-                    schedule, workspace, variant, in_place=in_place, tile_bytes=tile_bytes
-                )
-                return self._kernels[key]
-            try:
-                self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
-            except ValueError as error:
-                logger.debug("%s runs by the interpreter: %s", schedule.name, error)
-                self._kernels[key] = InterpretedSchedule(schedule, workspace, variant, in_place=in_place)
+            tile_bytes, puts = self._tile_bytes.get(id(schedule)), self._puts.get(id(schedule))
+            if tile_bytes is None and puts is None:
+                try:
+                    self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
+                    return self._kernels[key]
+                except ValueError as error:
+                    logger.debug("%s runs by the interpreter: %s", schedule.name, error)
+            size = DEFAULT_TILE_BYTES if tile_bytes is None else tile_bytes
+            self._kernels[key] = InterpretedSchedule(
+                schedule, workspace, variant, in_place=in_place, tile_bytes=size, puts=puts
+            )
         return self._kernels[key]
 
 

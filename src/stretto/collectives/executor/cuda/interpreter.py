@@ -122,8 +122,9 @@ class InterpretedSchedule:
     multiprocessor for each thread block. If not, issue calls of two groups on one stream, or the groups may wait for
     each other for ever.
 
-    tile_bytes: bytes of each chunk per step; with at least a chunk's bytes nothing is pipelined. Raises
-    ValueError for a schedule that is made for another number of ranks or cannot run so.
+    tile_bytes: bytes of each chunk per step; with at least a chunk's bytes nothing is pipelined. puts: between nodes,
+    the schedule's, for as many bytes; None: they are allocated here. Raises ValueError for a schedule that is made for
+    another number of ranks or cannot run so.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class InterpretedSchedule:
         in_place: bool,
         tile_bytes: int = DEFAULT_TILE_BYTES,
         threads: int = MAX_THREADS,
+        puts: SchedulePuts | None = None,
     ) -> None:
         require_runnable(schedule, workspace, variant, puts=True)
         self.name = schedule.name
@@ -156,7 +158,9 @@ class InterpretedSchedule:
         self._function = workspace.load(source, list(PARAMETERS))
         self._region = workspace.regions[variant.protocol]
         self._peers = torch.tensor(workspace.peers, dtype=torch.int64, device=workspace.device)
-        self._puts = SchedulePuts.allocate(schedule, workspace, self._tile_bytes) if workspace.nodes else None
+        if workspace.nodes and puts is None:
+            puts = SchedulePuts.allocate(schedule, workspace, tile_bytes)
+        self._puts = puts
         fixed = {
             "rank": workspace.rank,
             "puts": 0 if self._puts is None else self._puts.address,

@@ -78,8 +78,8 @@ class SchedulePuts:
 
     @classmethod
     def allocate(cls, schedule: Schedule, workspace: CollectiveWorkspace, tile_bytes: int) -> "SchedulePuts":
-        """Allocate. Collective. ValueError for more than there is memory for."""
-        layout = lay_out_puts(schedule, workspace.nodes, tile_bytes)
+        """Allocate for calls with tiles of so many bytes. Collective. ValueError for more than there is memory for."""
+        layout = lay_out_puts(schedule, workspace.nodes, max(tile_bytes, 480))
         memory = HostMemory.allocate(
             layout.num_bytes,
             layout.signals,
