@@ -119,12 +119,17 @@ def test_random_verified_schedules_between_nodes_have_the_host_executors_bits(
 
 
 def lose_a_rank(folder):
-    """Rank 0 makes one call and no second one; what the other one's raises."""
+    """Rank 0 makes one call, with more messages than a FIFO holds, and no second one; what the other one's raises."""
     with mock.patch.dict(os.environ, {"STRETTO_NODES": "2x1"}):
         workspace = make_workspace((0, 1), folder, limit=0.5)
         schedule = ALGORITHMS["ring-all-gather"].compile(ranks=2)
-        kernel = InterpretedSchedule(schedule, workspace, Variant("int32", "sum", "LL"), in_place=True)
-    kernel(torch.zeros(200, dtype=torch.int32))
+        kernel = InterpretedSchedule(schedule, workspace, Variant("int32", "sum", "LL"), in_place=True, tile_bytes=480)
+    right = torch.arange(2 * 120 * 600, dtype=torch.int32)
+    given = torch.zeros_like(right)
+    mine = slice(dist.get_rank() * 72_000, (dist.get_rank() + 1) * 72_000)
+    given[mine] = right[mine]
+    kernel(given)
+    assert torch.equal(given, right)
     dist.barrier()
     message = ""
     if dist.get_rank():

@@ -12,7 +12,7 @@ struct Puts {
   char* slots;
   const u32* signals;
   u64* passed;
-  u64 row, region, capacity;
+  u64 row, region, capacity;  // the last is a power of two
 };
 
 // Counts go up by one and wrap around.
@@ -35,8 +35,8 @@ __device__ __forceinline__ void post(const Puts& puts, u64 peer, u64 signal, u64
     *seen = tail;
   }
   if (wait.is_given_up) return;
-  const u64 phase = (~(ticket / puts.capacity) & 1) << 63, region = puts.region << 40;
-  volatile u64* words = puts.words + ticket % puts.capacity * 4;
+  const u64 phase = (u64)!(ticket & puts.capacity) << 63, region = puts.region << 40;  // 1 in the first lap
+  volatile u64* words = puts.words + (ticket & (puts.capacity - 1)) * 4;
   words[3] = bytes | phase;
   words[2] = region | there | phase;
   words[1] = region | source | phase;
