@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops
-from stretto.collectives.executor import simulate
 from stretto.collectives.executor.cuda import CollectiveWorkspace, InterpretedSchedule, Variant
 from stretto.memory import PeerError
 from stretto.ops.operator import close_workspaces, list_put_channels
 from stretto.tiles.put_channel import PutChannel
+from tests.collectives.executor.simulation import simulate
 from tests.collectives.joint.random_algorithms import COLLECTIVES, random_all_to_all, random_schedule
 from tests.gpu.test_joint import (
     HIDDEN,

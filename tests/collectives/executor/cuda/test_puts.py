@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.executor.cuda.emulated import COMPILER, EmulatedWorkspace
+from tests.collectives.executor.simulation import simulate
 from tests.collectives.joint.random_algorithms import COLLECTIVES, random_all_to_all, random_schedule
 from tests.collectives.random_programs import random_program
 
 from stretto.collectives import compile_program, verify
 from stretto.collectives.algorithms import ALGORITHMS
-from stretto.collectives.executor import simulate
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
 from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.puts import lay_out_puts
