@@ -161,6 +161,19 @@ def refuse_arguments(model: Any, given: Mapping[str, Any], length: int) -> None:
         raise ValueError("on a grid with context each rank has the logits of its own tokens: leave out logits_to_keep")
 
 
+def refusal_of_default_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+    """Say why the places of tokens in whole sequences are not their positions, where the caller gives none; None if
+    they are."""
+    mask = given.get("attention_mask")
+    is_padded_before = isinstance(mask, Tensor) and not bool(mask[:, 0].all())
+    for kind in dict.fromkeys(type(module) for module in unwrap(model).modules()):
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        names = getattr(code, "co_names", ()) if "position_ids" in getattr(code, "co_varnames", ()) else ()
+        if "create_position_ids_from_input_ids" in names or (is_padded_before and "cumsum" in names):
+            return f"{kind.__name__} counts positions from padding in whole sequences: on context, give position_ids"
+    return None
+
+
 class Documents(NamedTuple):
     """Documents of packed rows, on the CPU; None where each row is one.
 

@@ -12,10 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import BertConfig, BertForMaskedLM, DynamicCache, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    RobertaConfig,
+)
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from stretto.huggingface.context import refusal_of_default_positions
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import (
@@ -638,6 +648,20 @@ def test_models_whose_sequences_cannot_be_cut_are_refused_by_name(make, words):
     with torch.device("meta"), pytest.raises(ValueError, match=words) as caught:
         validate(make(), {"context": 2})
     assert "context is 2, but" in str(caught.value)
+
+
+def test_positions_that_are_not_places_must_be_given():
+    """RoBERTa counts from its padding's id; OPT leaves padding before a row out. Others number the places."""
+    before, after = torch.ones(2, 2, 4, dtype=torch.long).unbind()
+    before[1, 0] = after[1, 3] = 0
+    with torch.device("meta"):
+        roberta, opt, bert = (
+            AutoModel.from_config(each(num_hidden_layers=1)) for each in (RobertaConfig, OPTConfig, BertConfig)
+        )
+    assert "RobertaEmbeddings counts positions" in refusal_of_default_positions(roberta, {})
+    assert "give position_ids" in refusal_of_default_positions(opt, {"attention_mask": before})
+    assert refusal_of_default_positions(opt, {"attention_mask": after}) is None
+    assert refusal_of_default_positions(bert, {"attention_mask": before}) is None
 
 
 def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[float]:

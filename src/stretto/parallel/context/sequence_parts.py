@@ -165,6 +165,8 @@ class SequenceParts:
             found["labels"] = found["shift_labels"] = self.cut_targets(model, labels)
         at = next((name for name in _POSITIONS if name in self._names), None)
         if at is not None and found.get(at) is None:
+            if self.is_pretrained and (refusal := of_transformers.refusal_of_default_positions(model, given)):
+                raise ValueError(refusal)
             here = self.cut(torch.arange(length, device=given[name].device)[None])
             found[at] = here[0] if at == "positions" else here
         self._gives_documents = documents is not None
