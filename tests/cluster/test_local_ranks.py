@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
 
-import socket
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import find_free_port
 
 from stretto.cluster import local_ranks
 from stretto.cluster.local_ranks import count_local_ranks, find_local_rank
@@ -100,9 +100,6 @@ def make_grids(port: int | None) -> list[Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("has_group", [False, True])
 def test_ranks_whose_launcher_tells_nothing_have_a_gpu_each(ranks, has_group):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = ranks(4).run(make_grids, None if has_group else port)
+    found = ranks(4).run(make_grids, None if has_group else find_free_port())
     devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
     assert found == [[device, device, 4] for device in devices]
