@@ -45,7 +45,7 @@ def name_known(given: object, known: Iterable[str], verb: str = "there are") -> 
 
 
 def did_you_mean_file(path: Path, suffixes: Collection[str] = ()) -> str:
-    """The end of an error message for a path that is not what it should be: what it is, or the most similar one in its folder, if any.
+    """The end of an error message for a path that will not do: what it is, or the most similar one in its folder.
 
     suffixes: of the files that would do, such as ".toml" (none: all files and folders). Links to nothing do not count.
     """

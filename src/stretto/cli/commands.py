@@ -33,9 +33,7 @@ class Command(TyperCommand):
             rest = super().parse_args(ctx, list(args))
             raw = self.make_parser(ctx).parse_args(list(args))[0]
             for parameter in self.get_params(ctx):
-                if (
-                    raw.get(parameter.name) == ""
-                ):  # such as a shell's variable without a value; a path of it would be "."
+                if raw.get(parameter.name) == "":  # a shell's unset variable, of which a path would be "."
                     ctx.fail(f"{_shown_name(parameter)} is empty: give it a value, or leave it out.")
                 given = ctx.params.get(parameter.name)
                 for number in given if isinstance(given, list | tuple) else [given]:

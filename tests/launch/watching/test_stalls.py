@@ -15,10 +15,11 @@ from tests.train import runs
 
 from stretto.launch import RankFailure
 from stretto.launch.supervisor import StopTimeouts
+from stretto.launch.watching.monitor import Monitor
 from stretto.train.job import launch
 
 QUICK = StopTimeouts(stop=20.0, report=0.3, end=1.0)
-TIMEOUT = 12.0  # a step, with all that it imports, may take seconds on a busy machine; nobody waits so long in it
+TIMEOUT = 15.0  # of steps, with what they import, and of making connections: on a busy machine these take seconds
 EVALUATES = ("train.evaluate_every=5", "data.evaluation_sequences=16")
 
 
@@ -28,7 +29,11 @@ def _starts_quickly(forks_processes: None) -> None:
 
 
 def fail(out: Path, monkeypatch: pytest.MonkeyPatch, fault: str, *overrides: str, ranks: int = 2) -> RankFailure:
-    """Train with a fault until the run ends by itself."""
+    """Train with a fault until the run ends by itself.
+
+    The launcher finds the stall some seconds before the waiting ranks, whose limit is the same, may give up.
+    """
+    monkeypatch.setattr(Monitor, "limit", property(lambda monitor: 0.7 * monitor.timeout))
     monkeypatch.setenv(fault_runs.FAULT, fault)
     options = [f"grid.data={ranks}", f"train.timeout={TIMEOUT}", "train.steps=1000", "train.checkpoint_every=6"]
     with pytest.raises(RankFailure) as failed:
