@@ -21,7 +21,10 @@ import torch
 from tests.launch import launch_entries
 from tests.processes import LIMIT, forks_processes
 
+from stretto import counters
 from stretto.launch import RankFailure, allocator_environment, launcher
+from stretto.launch.failures import ERROR_FILE, read_error, seen_file
+from stretto.launch.rank import _leave_reporting_to_launcher as leave_reporting
 from stretto.launch.supervisor import StopTimeouts, Supervisor
 from stretto.launch.watch import describe_saved
 from stretto.launch.watching import joining
@@ -490,3 +493,17 @@ def test_saved_progress_is_derived_from_the_checkpoints_and_the_metrics(out: Pat
     assert describe_saved(job) == "the last checkpoint is step 7: steps 8 to 31 are not saved"
     (out / "metrics.jsonl").write_text("".join(lines[:7]))
     assert describe_saved(job) == "the last checkpoint is step 7: no finished step is lost"
+
+
+@pytest.mark.parametrize(("error", "waited"), [("Timed out waiting 15000ms for recv", True), ("no such layer", False)])
+def test_a_rank_that_has_given_up_waiting_tells_its_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, waited: bool
+) -> None:
+    file, marked = tmp_path / "error.json", []
+    seen_file(file).touch()
+    monkeypatch.setenv(ERROR_FILE, str(file))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(counters, "mark_failed", lambda: marked.append(not file.exists()))
+    leave_reporting(RuntimeError, RuntimeError(error), None)
+    assert read_error(file).is_consequence == waited
+    assert marked == [True] * waited  # before the launcher can read the error
