@@ -163,24 +163,26 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
         store = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        context = start_processes(
-            "bench",
-            _call_and_leave,
-            args=dict.fromkeys(range(ranks), (entry, *args)),
-            envs={rank: loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
         try:
-            result = context.wait(period=0.1)
+            context = start_processes(
+                "bench",
+                _call_and_leave,
+                args=dict.fromkeys(range(ranks), (entry, *args)),
+                envs={rank: loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)},
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+            )
+            try:
+                result = context.wait(period=0.1)
+            finally:
+                context.close()
         except SignalException as error:  # which torch makes of Ctrl-C and SIGTERM
             print(f"stretto: stopped by {error.sigval.name}", file=sys.stderr)
             raise SystemExit(128 + error.sigval) from None
         finally:
-            context.close()
             del store
-    if result is None or result.is_failed():
-        failures = [] if result is None else result.failures.values()
-        first = min(failures, key=lambda failure: (failure.exitcode >= 0, failure.timestamp))
+    assert result is not None  # without a time limit it waits until all have ended, or one has failed
+    if result.is_failed():
+        first = min(result.failures.values(), key=lambda failure: (failure.exitcode >= 0, failure.timestamp))
         how = describe_signal(-first.exitcode) if first.exitcode < 0 else "its traceback is above"
         raise RanksFailed(f"rank {first.local_rank} of {ranks} failed: {how}")
     return result.return_values[0]
