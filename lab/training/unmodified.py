@@ -120,7 +120,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
 
 def has_experts(model: str) -> bool:
     """True if this model is a mixture of experts."""
-    return "num_experts" in TRANSFORMERS[model].sizes
+    return TRANSFORMERS[model].experts is not None
 
 
 def _make_workload(model: str, setting: TransformersSetting, routing: str = "uniform") -> TransformerWorkload:
@@ -268,8 +268,8 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
             batch["micro_batch"] = max(1, workload.batch // parts)
             batch |= {"optimizer": "adamw" if way.optimizer == "adamw" else "muon", "clips": way.clips}
             if workload.routing is not None and (parts := way.grid.get("expert", 1)) > 1:
-                sizes = TRANSFORMERS[workload.name].sizes
-                experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
+                assert (sizes := TRANSFORMERS[workload.name].experts) is not None
+                experts, top_k = sizes
                 ids, _ = draw_routing(workload.seq_len, experts, top_k, workload.routing, torch.device("cpu"))
                 batch["imbalance"] = load_of(ids * parts // experts, parts)
             plan = predict(model, cluster, grid=way.grid, **batch, **way.options)

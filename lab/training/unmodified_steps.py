@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lab.experts.peers import exchange_model
+from lab.experts.peers import CutExperts, exchange_model
 from lab.experts.routing import route
 from lab.peers import MasterWeights
 from lab.training import context_peer
@@ -346,7 +346,22 @@ _GPT2_BLOCK = {
     "mlp.c_fc": "columns",
     "mlp.c_proj": "rows",
 }
-_PLANS = {"llama": _LLAMA_BLOCK, "gemma": _LLAMA_BLOCK, "gpt2": _GPT2_BLOCK}
+_ATTENTION = {part: style for part, style in _LLAMA_BLOCK.items() if not part.startswith("mlp")}
+_MIXTRAL_BLOCK = {**_ATTENTION, "mlp": "own", "mlp.gate": "router"}
+_QWEN2_MOE_BLOCK = {
+    **_MIXTRAL_BLOCK,
+    "mlp.shared_expert": "gather tokens",
+    **dict.fromkeys(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "columns"),
+    "mlp.shared_expert.down_proj": "rows of tokens",
+    "mlp.shared_expert_gate": "own tokens",
+}
+_PLANS = {
+    "llama": _LLAMA_BLOCK,
+    "gemma": _LLAMA_BLOCK,
+    "gpt2": _GPT2_BLOCK,
+    "mixtral": _MIXTRAL_BLOCK,
+    "qwen2_moe": _QWEN2_MOE_BLOCK,
+}
 
 
 def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
@@ -369,6 +384,17 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
         ),
         "columns": ColwiseParallel,
         "rows": partial(RowwiseParallel, output_layouts=Shard(1)),
+        # Mixtures of experts: each rank routes its own tokens, which experts gather themselves (`CutExperts`).
+        "own": partial(
+            PrepareModuleInput,
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Shard(1),),
+            use_local_output=True,
+        ),
+        "router": partial(SequenceParallel, sequence_dim=0),
+        "own tokens": partial(SequenceParallel, sequence_dim=0, use_local_output=True),
+        "gather tokens": partial(PrepareModuleInput, input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+        "rows of tokens": partial(RowwiseParallel, output_layouts=Shard(0)),
     }
     if config.model_type == "gpt2":
         _prepare_gpt2(model, ranks)
@@ -387,6 +413,8 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
         head.weight = embedding.weight
     for name in blocks:
         place(model.get_submodule(name), parallelize_plan={part: styles[style]() for part, style in plan.items()})
+        if "mlp.gate" in plan:
+            model.set_submodule(f"{name}.mlp.experts", CutExperts(model.get_submodule(f"{name}.mlp.experts"), mesh))
     # The copy makes a plain tensor of an AsyncCollectiveTensor, whose gradient a compiled block would lose.
     embedding.register_forward_hook(lambda _, inputs, output: output.clone())
     first = model.get_submodule(blocks[0])
