@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lab.experts.peers import torch_experts
 from lab.experts.routing import RECORDED, load_of
 from lab.harness import Bench, Measured, column
 from stretto.bench.settings import Needs, Option
 from stretto.models import GPT, GPTConfig
+from stretto.models.moe import Experts
 from stretto.models.router import routers
 from stretto.train.data.demo import demo_corpus
 
 MODEL = GPTConfig(
-    layers=4,
+    layers=2,
     hidden=96,
     heads=4,
     vocab=256,
@@ -39,11 +41,18 @@ MODEL = GPTConfig(
 TOKENS = 4096  # recorded of each layer
 
 
+class GroupedExperts(Experts):
+    """Experts by torch's grouped GEMM, four times as fast as their loop on a CPU."""
+
+    def _mix(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return torch_experts(hidden, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+
+
 @dataclass(frozen=True)
 class RoutingSetting:
     """Settings of `python -m lab routing`."""
 
-    steps: Annotated[int, Option("Steps of training.", least=1)] = 400
+    steps: Annotated[int, Option("Steps of training.", least=1)] = 300
     batch: Annotated[int, Option("Sequences of a step.", least=1)] = 8
 
 
@@ -64,6 +73,9 @@ def record_routing(setting: RoutingSetting) -> Measured:
     text = torch.frombuffer(bytearray(demo_corpus().encode()), dtype=torch.uint8).long()
     held_out, text = text[: TOKENS + 1], text[TOKENS + 1 :]
     model, length = GPT(MODEL), MODEL.max_seq_len
+    for module in model.modules():
+        if type(module) is Experts:
+            module.__class__ = GroupedExperts
     before = find_choices(model, held_out)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=setting.steps + 1)
@@ -78,7 +90,7 @@ def record_routing(setting: RoutingSetting) -> Measured:
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        if step % 50 == 0:
+        if step % 20 == 0:
             print(f"step {step}/{setting.steps}  loss {losses[-1]:.3f}", flush=True)
     found = find_choices(model, held_out)
     np.savez_compressed(RECORDED, ids=found.to(torch.uint8).numpy())

@@ -319,10 +319,13 @@ def _find_imbalance(workload: TransformerWorkload, routing: str, ranks: int, rep
 
 
 def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, ...]:
-    """The grid that `plan` picks, of all grids, for balanced experts."""
+    """The grid that `plan` picks of all grids."""
     with torch.device("meta"):
         model = workload.make()
-    best = plan(model, cluster, gpus=ranks, batch=workload.batch, seq_len=workload.seq_len)[0]
+    batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+    if workload.routing is not None:
+        batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
+    best = plan(model, cluster, gpus=ranks, **batch)[0]
     memory = f"{best.peak_memory / GIB:.1f} GiB"
     return (f"`plan` picks {name_grid(best.grid)} of all grids: {best.step_time * 1e3:.0f} ms, {memory}.",)
 

@@ -41,7 +41,7 @@ def test_a_skewed_routing_is_the_same_on_all_ranks_and_tokens_are_sent_once_to_a
 def test_a_recorded_routing_is_scaled_to_other_numbers_of_experts_with_its_ranks_loads(experts, top_k):
     ids = take_recorded(4096, experts, top_k)
     assert (ids.sort(1).values.diff(dim=1) > 0).all()
-    assert (ids.min(), ids.max()) == (0, experts - 1)
+    assert 0 <= ids.min() <= ids.max() < experts
     assert torch.equal(take_recorded(100, experts, top_k, first=4090)[6:], ids[:94])  # from the start again
     if experts >= 128:  # the same neighbours
         assert torch.equal(ids * 128 // experts, take_recorded(4096, 128, 8))
