@@ -26,7 +26,7 @@ from lab.experts.routing import draw_routing
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
 from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, captured, compare_replicas
-from stretto.axes import check_sizes, name_grid
+from stretto.axes import check_sizes
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.runs import TrainingRun, measure
@@ -122,11 +122,19 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
         predictions = f"predictions-{name}"
         if setting.cluster is not None:
             cluster = Cluster.find(setting.cluster)
-            rows, lines = _predict(workload, chosen, cluster), _plan(workload, cluster, ranks)
             about |= {"machine": ANY_CPU, "cluster": setting.cluster}
+            lines: tuple[str, ...] = ()
+            if not (setting.context or setting.replicas):
+                picked, way = _plan(workload, cluster, ranks)
+                chosen.setdefault(picked, way)
+                about["planned"] = {"name": picked, "grid": way.grid, "options": way.options}
+                lines = (f"Of all grids, `plan` picks {picked.removesuffix(', compiled')}.",)
+            rows = _predict(workload, chosen, cluster)
             yield Measured(rows, about, lines, name=predictions, title=_title(workload, ranks))
             continue
-        predicted = _read_predictions(out / f"{predictions}.json", workload)
+        predicted, planned = _read_predictions(out / f"{predictions}.json", workload)
+        if planned and _is_chosen(planned["name"], setting.only, {**ways, planned["name"]: None}):
+            chosen.setdefault(planned["name"], Way("stretto", grid=planned["grid"], options=planned["options"]))
         keep = partial(_keep, out, name, about, predicted)
         found = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
         rows = _compare(found, predicted)
@@ -318,16 +326,25 @@ def _find_imbalance(workload: TransformerWorkload, routing: str, ranks: int, rep
     return sum(found) / len(found)
 
 
-def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, ...]:
-    """The grid that `plan` picks of all grids."""
+def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, Way]:
+    """What `plan` picks of all grids that train the batch in as many micro-batches, and its name."""
     with torch.device("meta"):
         model = workload.make()
     batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
     if workload.routing is not None:
         batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
-    best = plan(model, cluster, gpus=ranks, **batch)[0]
-    memory = f"{best.peak_memory / GIB:.1f} GiB"
-    return (f"`plan` picks {name_grid(best.grid)} of all grids: {best.step_time * 1e3:.0f} ms, {memory}.",)
+    plans = plan(model, cluster, gpus=ranks, **batch)
+    best = next(
+        each
+        for each in plans
+        if each.micro_batch * check_sizes(each.grid).batch_parts * workload.micro_batches == workload.batch
+    )
+    grid = {axis: size for axis, size in best.grid.items() if size not in (1, "cut")}
+    defaults = {"recompute": "none", "reshard": "after_backward"}
+    options = {key: getattr(best, key) for key, default in defaults.items() if getattr(best, key) != default}
+    name = ", ".join([_name(grid), *["sequence sharded"] * best.shard_sequence, *options.values()])
+    options |= _SHARDED if best.shard_sequence else {}
+    return f"{name}, compiled", Way("stretto", grid=grid, options=options)
 
 
 def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -341,17 +358,20 @@ def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return (f"Predicted to be Stretto's fastest: {first}. Measured: {fastest}.",)
 
 
-def _read_predictions(path: Path, workload: TransformerWorkload) -> dict[str, dict[str, Any]]:
-    """Each run's prediction. Raises ValueError if there is no file, or one of another model or batch."""
+def _read_predictions(
+    path: Path, workload: TransformerWorkload
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Each run's prediction, and what `plan` picked. ValueError without a file, and for another model's or batch's."""
     if not path.is_file():
         if workload.is_small:
-            return {}
+            return {}, None
         raise ValueError(f"there is no file of predictions at {path}: write it first, with --cluster CLUSTER.toml")
     found = json.loads(path.read_text())
     for option in ("layers", "batch", "seq_len", "micro_batches"):
         if (known := found["workload"].get(option, 1)) != getattr(workload, option):
             raise ValueError(f"{path} predicts {option}={known}, not {getattr(workload, option)}")
-    return {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
+    rows = {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
+    return rows, found.get("planned")
 
 
 _PREDICTED = ("predicted_milliseconds", "predicted_gib")
