@@ -333,7 +333,7 @@ def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[
     batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
     if workload.routing is not None:
         batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
-    plans = plan(model, cluster, gpus=ranks, **batch)
+    plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
     best = next(
         each
         for each in plans
