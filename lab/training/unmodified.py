@@ -114,18 +114,16 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
         name += "" if setting.micro_batches == 1 else f"-micro-batches-{setting.micro_batches}"
-        name += ("" if setting.seq_len is None else f"-seq-{setting.seq_len}") + (
-            f"-{routing}" * (routing != "uniform")
-        )
-        name += "-replicas" * setting.replicas
+        name += "" if setting.seq_len is None else f"-seq-{setting.seq_len}"
+        name += f"-{routing}" * (routing != "uniform") + "-replicas" * setting.replicas
         about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
         predictions = f"predictions-{name}"
         if setting.cluster is not None:
             cluster = Cluster.find(setting.cluster)
             about |= {"machine": ANY_CPU, "cluster": setting.cluster}
             lines: tuple[str, ...] = ()
-            if not (setting.context or setting.replicas):
-                picked, way = _plan(workload, cluster, ranks)
+            if not (setting.context or setting.replicas) and (found := _plan(workload, cluster, ranks)):
+                picked, way = found
                 chosen.setdefault(picked, way)
                 about["planned"] = {"name": picked, "grid": way.grid, "options": way.options}
                 lines = (f"Of all grids, `plan` picks {picked.removesuffix(', compiled')}.",)
@@ -136,8 +134,8 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
         if planned and _is_chosen(planned["name"], setting.only, {**ways, planned["name"]: None}):
             chosen.setdefault(planned["name"], Way("stretto", grid=planned["grid"], options=planned["options"]))
         keep = partial(_keep, out, name, about, predicted)
-        found = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
-        rows = _compare(found, predicted)
+        measured = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
+        rows = _compare(measured, predicted)
         yield Measured(rows, about, _judge(rows), name=name, title=_title(workload, ranks))
 
 
@@ -326,19 +324,21 @@ def _find_imbalance(workload: TransformerWorkload, routing: str, ranks: int, rep
     return sum(found) / len(found)
 
 
-def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, Way]:
-    """What `plan` picks of all grids that train the batch in as many micro-batches, and its name."""
+def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, Way] | None:
+    """The name and the grid that `plan` picks of all that train the batch in as many micro-batches; None: of none."""
     with torch.device("meta"):
         model = workload.make()
     batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
     if workload.routing is not None:
         batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
-    plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
-    best = next(
-        each
-        for each in plans
-        if each.micro_batch * check_sizes(each.grid).batch_parts * workload.micro_batches == workload.batch
-    )
+    try:
+        plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
+    except ValueError:  # rows say it of their grids
+        return None
+    parts = (each.micro_batch * check_sizes(each.grid).batch_parts * workload.micro_batches for each in plans)
+    best = next((each for each, batch_of in zip(plans, parts, strict=True) if batch_of == workload.batch), None)
+    if best is None:
+        return None
     grid = {axis: size for axis, size in best.grid.items() if size not in (1, "cut")}
     defaults = {"recompute": "none", "reshard": "after_backward"}
     options = {key: getattr(best, key) for key, default in defaults.items() if getattr(best, key) != default}
@@ -350,6 +350,7 @@ def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[
 def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Which of Stretto's runs was predicted to be the fastest, and which one was."""
     known = [row for row in rows if row.get("step_milliseconds") and row.get("predicted_milliseconds")]
+    known = [row for row in known if "fp8" not in row["name"]]
     if not known:
         return ()
     first, fastest = (
