@@ -98,7 +98,7 @@ class Driver:
         self._record = _declare(library.cuEventRecord, [ctypes.c_void_p, ctypes.c_void_p])
         self._follow = _declare(library.cuStreamWaitEvent, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint])
         self._await = _declare(library.cuStreamWaitValue32_v2, word)
-        self._write = _declare(library.cuStreamWriteValue32_v2, word)
+        self._clear = _declare(library.cuMemsetD32Async, [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, word[0]])
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         """Copy `size` bytes between addresses, in stream order."""
@@ -128,13 +128,20 @@ class Driver:
             raise RuntimeError(f"CUDA error {failed} of a stream's wait for an event")
 
     def await_count(self, address: int, count: int, stream: int) -> None:
-        """Make the stream wait until an int32 has reached `count`, then set it to 0."""
-        failed = self._await(stream, address, count, _AT_LEAST) or self._write(stream, address, 0, 0)
+        """Make the stream wait until an int32 has reached `count`."""
+        failed = self._await(stream, address, count, _AT_LEAST)
         if failed:
             raise RuntimeError(
                 f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that "
                 'a kernel stores do; operators do without them by a plan with transfer="programs"'
             )
+
+
+    def clear(self, address: int, count: int, stream: int) -> None:
+        """Set `count` int32 words to 0, in stream order."""
+        failed = self._clear(address, 0, count, stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of setting {count} words to 0")
 
 
 @functools.cache

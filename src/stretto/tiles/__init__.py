@@ -22,12 +22,15 @@ from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
 from stretto.tiles.channel import BlockChannel, Channel
 from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_push_data
 from stretto.tiles.host import (
+    CopyList,
     copy_engine,
+    find_copies,
     join_copies,
     open_side_stream,
     rank_await_count,
     rank_copy_data,
     rank_notify,
+    rank_reset_counts,
     rank_set_slot,
     rank_wait,
     rank_wait_all,
