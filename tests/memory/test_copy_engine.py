@@ -89,13 +89,11 @@ def test_a_flag_in_host_memory_is_written_at_once():
     assert word.item() == 7
 
 
-def test_a_wait_for_a_count_resets_it(driver):
+def test_a_wait_for_a_count_and_the_end_of_counts_are_one_call_each(driver):
     calls = driver()
     copy_engine.find_driver().await_count(4096, 3, CALLER)
-    assert calls == [
-        ("cuStreamWaitValue32_v2", CALLER, 4096, 3, 0),
-        ("cuStreamWriteValue32_v2", CALLER, 4096, 0, 0),
-    ]
+    copy_engine.find_driver().clear(4096, 12, CALLER)
+    assert calls == [("cuStreamWaitValue32_v2", CALLER, 4096, 3, 0), ("cuMemsetD32Async", 4096, 0, 12, CALLER)]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +104,7 @@ def test_a_wait_for_a_count_resets_it(driver):
         lambda made: made.record(101, CALLER),
         lambda made: made.follow(CALLER, 101),
         lambda made: made.await_count(4096, 3, CALLER),
+        lambda made: made.clear(4096, 3, CALLER),
     ],
 )
 def test_a_call_that_the_driver_refuses_raises_its_error(driver, call):
