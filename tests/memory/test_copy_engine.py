@@ -83,6 +83,21 @@ def test_streams_of_a_call_fork_from_the_callers_copy_and_join_it(driver):
     assert streams.handle("wait") == SIDES["wait"]
 
 
+def test_a_side_stream_forks_and_joins_by_two_calls_each(driver, monkeypatch):
+    calls = driver()
+    monkeypatch.setattr(copy_engine, "find_current", lambda _: SimpleNamespace(cuda_stream=CALLER))
+    side = copy_engine.SideStream(torch.device("cuda", 0))
+    for _ in range(2):
+        calls.clear()
+        side.open()
+        side.join()
+        handle = side.stream.cuda_stream
+        assert calls == [
+            *(("cuEventRecord", 101, CALLER), ("cuStreamWaitEvent", handle, 101, 0)),
+            *(("cuEventRecord", 102, handle), ("cuStreamWaitEvent", CALLER, 102, 0)),
+        ]
+
+
 def test_a_flag_in_host_memory_is_written_at_once():
     word, value = torch.zeros(1, dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
     copy_engine.set_flag(word, value)

@@ -57,7 +57,8 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
     if _are_whole(destination, source, rows):
         there, here, size = _find_ends(destination, source, rows, to)
         if size:
-            _find_copy(source.device)(there, here, size)
+            copy, stream = _find_copy(source.device)
+            copy(there, here, size, stream)
     else:
         _copy_matrix(destination, source)
 
@@ -105,10 +106,10 @@ class CopyList:
         """Enqueue all steps on the current stream. given: the call's tensors, in the order of the list's."""
         channel.current  # noqa: B018  (it raises)
         starts = (0, *[one.data_ptr() for one in given])
-        copy = _find_copy(channel.device)
+        copy, stream = _find_copy(channel.device)
         for there, target, here, source, size in self._copies:
             if size:
-                copy(starts[there] + target, starts[here] + source, size)
+                copy(starts[there] + target, starts[here] + source, size, stream)
             else:
                 self._others[target](channel)
 
@@ -165,12 +166,15 @@ def _find_ends(destination: Tensor, source: Tensor, rows: slice | None, to: int)
     return there + to * row, here + start * row, (stop - start) * row
 
 
-def _find_copy(device: torch.device) -> Callable[[int, int, int], Any]:
-    """A function (to, from, bytes) that copies between addresses, on CUDA in the current stream's order."""
+def _find_copy(device: torch.device) -> tuple[Callable[[int, int, int, int], Any], int]:
+    """A function (to, from, bytes, stream) that copies between addresses, and the current stream's handle."""
     if device.type == "cpu":
-        return ctypes.memmove
-    stream, copy = find_handle(device), find_driver().copy
-    return lambda there, here, size: copy(there, here, size, stream)
+        return _copy_at_once, 0
+    return find_driver().copy, find_handle(device)
+
+
+def _copy_at_once(there: int, here: int, size: int, _: int) -> None:
+    ctypes.memmove(there, here, size)
 
 
 def _copy_matrix(destination: Tensor, source: Tensor) -> None:
