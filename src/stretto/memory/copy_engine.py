@@ -136,7 +136,6 @@ class Driver:
                 'a kernel stores do; operators do without them by a plan with transfer="programs"'
             )
 
-
     def clear(self, address: int, count: int, stream: int) -> None:
         """Set `count` int32 words to 0, in stream order."""
         failed = self._clear(address, 0, count, stream)

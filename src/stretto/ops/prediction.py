@@ -119,9 +119,7 @@ def predict_kernel(
     return product + constants.programs + sent / speeds.link
 
 
-def count_pieces(
-    call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks, constants: Constants = FITTED
-) -> int:
+def count_pieces(call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks, constants: Constants = FITTED) -> int:
     """The fewest pieces, a power of two, in which copy engines transfer a shard, or an owner's sums, without loss.
 
     Where a shard arrives sooner than the shard before it is multiplied, pieces gain nothing. Where links are slower,

@@ -313,9 +313,9 @@ class _WorkloadRecorder:
     def _embedding(self, model: Architecture, casts: tuple[float, float]) -> EndRecord:
         """The embeddings: looked up where x has the rows, and summed over x, or scattered where tokens are sharded.
 
-        Where copy engines gather weights, the tokens' rows are read from the z ranks that have them: no rank gathers the
-        table. Its gradient is sent whole, by the library. model: the first stage. Of a model that is sharded by blocks,
-        all of it that is in no block is one.
+        Where copy engines gather weights, the tokens' rows are read from the z ranks that have them: no rank gathers
+        the table. Its gradient is sent whole, by the library. model: the first stage. Of a model that is sharded by
+        blocks, all of it that is in no block is one.
         """
         grid = self.config.grid
         if model.is_sharded_by_blocks:
