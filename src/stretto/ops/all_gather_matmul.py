@@ -766,7 +766,7 @@ def copy_out_gathered(
     """Copy the gathered rows out of the workspace, which the next call overwrites, concurrently with the GEMM.
 
     A rank's pieces arrive in stream order, so the signal of its last piece stands for all. Shards of one piece each are
-    copied out together, once all are there: the product goes on for longer than that takes (`count_pieces`).
+    copied out together, once all are there: that takes little beside the product, or beside transfers on slow links.
     """
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
     last, stride = divide_up(rows, producer.channel_rows) - 1, producer.channels.value

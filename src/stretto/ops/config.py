@@ -311,8 +311,8 @@ def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelC
 
 
 def _size_pieces(config: KernelConfig, problem: GemmProblem, machine: Machine) -> KernelConfig:
-    """The configuration with pieces as large as they may be for what copy engines transfer (`count_pieces`)."""
-    if machine.speeds is None or problem.operator == "matmul_all_reduce":
+    """The configuration with the largest pieces that hide what copy engines transfer (`count_pieces`)."""
+    if machine.speeds is None:
         return config
     assert config.blocks is not None
     is_gather = problem.operator == "all_gather_matmul"
