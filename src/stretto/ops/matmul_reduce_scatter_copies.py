@@ -133,6 +133,7 @@ class _CopyEngineScatter:
         self.programs = min(self.blocks.programs, world * self.tiles_per_owner)
         rank, is_shifted = self.channel.rank, config.is_shifted
         self.schedule = schedule_copies(rank, world, self.tiles_per_owner, self.programs, self.pieces, is_shifted)
+        self.own_partials = self.partials[self.schedule.own * self.tiles_per_owner :]
 
     def begin(self) -> None:
         """Begin the call; from then on peers may push to the receive buffer."""
@@ -187,7 +188,7 @@ class _CopyEngineScatter:
                 self.begun,
                 map_owners(self.world),
                 self.gemm,
-                self.partials[self.schedule.own * self.tiles_per_owner :],
+                self.own_partials,
                 self.find_received(),
                 self.out,
                 self.bias,
