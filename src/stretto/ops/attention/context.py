@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
 from stretto.ops.attention.joint import OPERATOR
-from stretto.ops.attention.operators import Settings, attend_by_heads, attend_to_context
+from stretto.ops.attention.operators import ALONE, Settings, attend_by_heads, attend_to_context
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.choices import can_time_calls
 from stretto.ops.joint.registry import is_runnable, name_schedule
@@ -145,6 +145,44 @@ def context_attention(
     return run(q, k, v, sinks, documents, settings, wrap_collective)
 
 
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of this process alone to rows of packed documents: q [b, heads, s, d] -> [b, heads, s, e].
+
+    Tensors and options are `context_attention`'s, of whole rows; it needs no process group. documents: int32 or int64
+    [documents + 1], where those of all rows begin, one row after another, then b * s (`find_starts`). Every row begins
+    a document. Memory is linear in s: on GPUs, flash attention takes all documents in one call.
+    """
+    _require_tensors(q, k, v, sinks)
+    rows, length = q.shape[0], q.shape[2]
+    _require_mask(causal, window, documents, "contiguous", rows * length, 1)
+    if rows > 1 and not torch.compiler.is_compiling():
+        _require_row_starts(documents, rows, length)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    settings = Settings(ALONE, 1, causal, scale, "contiguous", window, "all_gather")
+    one = [each.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for each in (q, k, v)]  # rows as one
+    out = attend_to_context(one[0], one[1], one[2], sinks, documents, settings, call_directly)
+    return out[0].transpose(0, 1).unflatten(0, (rows, length)).transpose(1, 2)
+
+
+@torch.compiler.disable
+def find_starts(places: Tensor) -> Tensor:
+    """Where documents begin in packed rows, one row after another, and the end of the last: int32 [documents + 1] on
+    the CPU. places: of tokens in their documents, [rows, seq]; every row begins one."""
+    firsts = (places == 0).cpu()
+    firsts[:, 0] = True
+    return torch.nn.functional.pad(firsts.view(-1).nonzero().flatten(), (0, 1), value=places.numel()).int()
+
+
 @torch.compiler.assume_constant_result
 def _name_schedule(schedule: str | Schedule, group: str) -> str:
     found: str = name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
@@ -239,6 +277,16 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
         raise ValueError(
             f"context attention: sinks are [{q.shape[1]}] on {q.device}, not {list(sinks.shape)} on {sinks.device}"
+        )
+
+
+def _require_row_starts(documents: Tensor, rows: int, length: int) -> None:
+    """ValueError unless each row begins a document."""
+    begun = set(documents.tolist())
+    if missing := [row * length for row in range(rows) if row * length not in begun]:
+        raise ValueError(
+            f"packed attention: {rows} rows of {length} positions begin documents of their own, but none begins at "
+            f"{missing[0]}: find_starts makes such documents of the tokens' places"
         )
 
 

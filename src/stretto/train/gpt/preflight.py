@@ -125,7 +125,7 @@ def check_takes_documents(config: TrainConfig, source: ModelSource, model: "nn.M
     from stretto.huggingface.context import ignores_documents
 
     reason = ignores_documents(model) if isinstance(source, HuggingFaceSource) else None
-    if config.train.cuda_graph and (isinstance(source, HuggingFaceSource) or config.grid.context > 1):
+    if config.train.cuda_graph:
         reason = "train.cuda_graph is on, and a graph cannot wait for the host, which looks for them"
     if reason is not None:
         raise ValueError(
