@@ -89,13 +89,16 @@ RING_BYTES = 4 << 30
 
 def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> tuple[float, float]:
     """Bytes of other ranks' keys and values that attention over context holds in a block's forward pass; and in its
-    backward pass, with their gradients, and of a ring in fp32 those of its own. Of latents that travel in their place,
-    with these and what is made on the way. has_nvlink: whether it joins the ranks of context."""
+    backward pass, with their gradients, and of a ring, or of packed documents, in fp32 those of its own. Of latents
+    that travel in their place, with these and what is made on the way. has_nvlink: whether it joins the ranks of
+    context."""
     model, element, others = workload.model, workload.element, config.grid.context - 1
     if not others:
         return 0.0, 0.0
     grid, tokens, wide = model.splitting_sizes(config.grid), config.tokens(workload), max(4, workload.element)
     of_rank = tokens * max(sum(layer.exchanged_keys(grid) for layer in kind.model.block) for kind in model.kinds)
+    packed = None if workload.documents is None else workload.documents.over_context(config.grid.context)
+    others = others if packed is None else packed.held
     if sends_latents(workload, config, has_nvlink=has_nvlink):
         sent, made = map(sum, zip(*(layer.latents(grid) for layer in workload.model.kinds[0].model.block), strict=True))
         held = others * (of_rank + tokens * (sent + made))
@@ -103,9 +106,9 @@ def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bo
     if config.attention_way == "ulysses":  # of fewer heads and more tokens, beside what was sent
         heads = max(sum(layer.exchanged_heads(grid) for layer in kind.model.block) for kind in model.kinds)
         return tokens * heads * element, 2 * tokens * heads * element
-    rings = config.attention_way == "ring" or (others + 1) * of_rank * element > RING_BYTES
-    held = of_rank * (min(2, others) if rings else others)
-    return held * element, 2 * held * element + rings * of_rank * wide
+    rings = config.attention_way == "ring" or config.grid.context * of_rank * element > RING_BYTES
+    held = of_rank * (min(2 * (1 if packed is None else packed.held_of_step), others) if rings else others)
+    return held * element, 2 * held * element + (rings or packed is not None) * of_rank * wide
 
 
 def memory(

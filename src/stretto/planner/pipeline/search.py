@@ -185,7 +185,9 @@ class PipelineSearch:
             return count_of_batches * sum(self._computed[key]) / grid.pipe
         if grid not in self._sent:
             tokens, share = workload.tokens / grid.replicas, workload.gathered_share
-            volume = blocks_volume(workload.model, sizes, tokens, workload.element, gathers=share)
+            volume = blocks_volume(
+                workload.model, sizes, tokens, workload.element, gathers=share, documents=workload.documents
+            )
             sent = seconds(volume, self._rates_of(grid), grid)
             sums = self._min_waits * (sent.all_reduce_x + sent.all_reduce_y)
             of_experts = self._min_of_experts(sizes)
