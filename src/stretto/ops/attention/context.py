@@ -6,7 +6,7 @@ attends to its own keys while others' arrive, then to those, and merges both by 
 """
 
 from collections.abc import Callable
-from math import gcd
+from math import gcd, isfinite
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
@@ -121,6 +121,7 @@ def context_attention(
     name, ranks = find_name(group), dist.get_world_size(group)
     _require_tensors(q, k, v, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)
+    q, scale = _fold_scale(q, scale)
     chosen: str = implementation
     if implementation not in get_args(Implementation) and not _is_schedule(implementation, name):
         raise ValueError(
@@ -134,7 +135,7 @@ def context_attention(
         name,
         degree,
         causal,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale,
         layout,
         window,
         "all_gather" if chosen == "ulysses" else chosen,
@@ -167,7 +168,7 @@ def packed_attention(
     _require_mask(causal, window, documents, "contiguous", rows * length, 1)
     if rows > 1 and not torch.compiler.is_compiling():
         _require_row_starts(documents, rows, length)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    q, scale = _fold_scale(q, scale)
     settings = Settings(ALONE, 1, causal, scale, "contiguous", window, "all_gather")
     one = [each.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for each in (q, k, v)]  # rows as one
     out = attend_to_context(one[0], one[1], one[2], sinks, documents, settings, call_directly)
@@ -256,6 +257,16 @@ def _find_degree(heads: int, kv_heads: int, ranks: int) -> int:
             f"{kv_heads} ranks or a multiple of it"
         )
     return degree
+
+
+def _fold_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """Queries and a scale above 0 that give the same scores: torch's kernels scale masked scores, -inf, too."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not isfinite(scale):
+        raise ValueError(f"context attention: scale is a finite number, or None for 1 / sqrt(size), not {scale}")
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
