@@ -270,6 +270,9 @@ def _fold_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    for name, each in (("q", q), ("k", k), ("v", v), ("sinks", q if sinks is None else sinks)):
+        if not isinstance(each, Tensor):
+            raise ValueError(f"context attention: {name} is a tensor, not {each!r:.40} of type {type(each).__name__}")
     shapes = ", ".join(str(list(each.shape)) for each in (q, k, v))
     if any(each.dim() != 4 for each in (q, k, v)):
         raise ValueError(f"context attention takes q, k and v [batch, heads, positions, size], not {shapes}")
@@ -285,9 +288,10 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
         raise ValueError(f"context attention takes tensors that are not empty, not {shapes}")
     if q.dtype not in DTYPES:
         raise ValueError(f"context attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}: convert q, k and v")
-    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
         raise ValueError(
-            f"context attention: sinks are [{q.shape[1]}] on {q.device}, not {list(sinks.shape)} on {sinks.device}"
+            f"context attention: sinks are [{q.shape[1]}] floating-point numbers on {q.device}, not {sinks.dtype} "
+            f"{list(sinks.shape)} on {sinks.device}"
         )
 
 
@@ -309,10 +313,18 @@ def _require_mask(
         raise ValueError(
             'context attention: layout="balanced" is of causal attention: give causal=True, or layout="contiguous"'
         )
-    if window is not None and (not causal or window < 1):
+    if not isinstance(causal, bool):
+        raise ValueError(f"context attention: causal is True or False, not {causal!r:.40}")
+    is_whole = isinstance(window, int) and not isinstance(window, bool)
+    if window is not None and (not causal or not is_whole or window < 1):
         raise ValueError(
             f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "
             f"causal={causal}"
+        )
+    if documents is not None and not isinstance(documents, Tensor):
+        raise ValueError(
+            f"context attention: documents are a tensor, int32 [documents + 1], not {documents!r:.40}: torch.tensor("
+            "documents, dtype=torch.int32) would do"
         )
     if documents is not None and (
         documents.dim() != 1 or len(documents) < 2 or documents.dtype not in (torch.int32, torch.int64)
