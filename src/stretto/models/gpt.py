@@ -175,7 +175,8 @@ class GPT(nn.Module):
         if documents is not None and seen is None:
             from stretto.ops.attention import find_starts
 
-            seen = {"documents": find_starts(documents)}
+            starts = find_starts(documents)
+            seen = {"documents": starts} if len(starts) > len(tokens) + 1 else None
         for block in self.blocks:
             x = block(x, angles) if seen is None else block(x, angles, seen)
         logits = self.head(self.norm(x))
