@@ -9,7 +9,7 @@ Modules, as a plan passes through them:
     step_recorder                                     makes it, with bytes and seconds of these three:
     communication, collective_times, compute
     cost                                              adds a record up; `stretto.simulator.training` plays it
-    memory, activations, optimizer_state, capacity    whether the grid fits
+    memory, activations, optimizer_state    whether the grid fits
     grid_plan, explanation                            the result, and why it has its place in the ranking
     pipeline, experts                                 the same for pipeline stages, and for mixtures of experts
 """

@@ -12,7 +12,6 @@ from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
-from stretto.planner.capacity import peak, reserved
 from stretto.planner.communication import (
     Rates,
     has_nvlink_over,
@@ -27,7 +26,7 @@ from stretto.planner.experts.cost import explain_messages
 from stretto.planner.experts.ted import explain_memory, list_memory
 from stretto.planner.explanation import explain, list_formulas
 from stretto.planner.grids import divisors
-from stretto.planner.memory import RING_BYTES, local_parameters, memory, step_memory
+from stretto.planner.memory import RING_BYTES, local_parameters, memory, peak, reserved, step_memory
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
 from stretto.planner.pipeline.memory import RankMemory
 from stretto.planner.search_space import StepChoice

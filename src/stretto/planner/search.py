@@ -12,13 +12,13 @@ from stretto.cluster import Cluster, HostTimes
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.capacity import max_allocated
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
 from stretto.planner.documents import read_packed
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
 from stretto.planner.grids import divisors, every_grid, why_impossible
+from stretto.planner.memory import max_allocated
 from stretto.planner.optimizer_state import check_state
 from stretto.planner.pipeline.search import PipelineSearch, judge_pipeline, replay_first
 from stretto.planner.pipeline.space import PipelineSpace, make_pipeline_space

@@ -262,8 +262,7 @@ def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> G
         options=options,
         state=run.state,
         clips=run.clip is not None,
-        documents=sample_documents(config),
-        **_schedule_of(config),
+        **_schedule_of(config) | {"documents": sample_documents(config)},
     )
 
 
