@@ -201,11 +201,14 @@ class _WorkloadRecorder:
         )
 
     def _keys(self, model: Architecture, seconds: BlockSeconds) -> KeysRecord | None:
-        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag."""
+        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag; of
+        packed documents, in more."""
         grid, config = model.splitting_sizes(self.config.grid), self.config
         has_nvlink = has_nvlink_over(self.cluster, config.grid, "context")
         latents = sends_latents(self.workload, config, has_nvlink=has_nvlink)
-        numbers, way = keys_numbers(model, grid, self.tokens, latents=latents), config.attention_way
+        packed, way = self.workload.documents, config.attention_way
+        shared = None if packed is None else packed.over_context(grid.context)
+        numbers = keys_numbers(model, grid, self.tokens, packed, latents=latents)
         if way == "ulysses":
             heads = sum(layer.exchanged_heads(grid) for layer in model.block)
             numbers = (
@@ -216,14 +219,15 @@ class _WorkloadRecorder:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
         others = grid.context - 1 if way == "ring" else 1  # a ring sends under all keys but the last
-        own, expands, merges = others * seconds.attention / grid.context, None, 0.0
+        share = 1 / grid.context if shared is None else shared.own / others
+        own, expands, merges = others * share * seconds.attention, None, 0.0
         if way == "ring":  # results in fp32, read and written
             queries = sum(layer.exchanged_heads(grid) - layer.exchanged_keys(grid) for layer in model.block) / 2
             merges = self.device.traffic((others - 1) * 2 * 4 * self.tokens * max(queries, 0.0))
         if way == "ulysses":
             own = seconds.attention
         elif latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
-            expands = (grid.context - 1) * seconds.linears[place - 1][0]
+            expands = (grid.context - 1 if shared is None else shared.held) * seconds.linears[place - 1][0]
         exposed = keys if way == "ulysses" else None
         return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands, merges, exposed)
 
@@ -313,18 +317,24 @@ class _WorkloadRecorder:
     def _embedding(self, model: Architecture, casts: tuple[float, float]) -> EndRecord:
         """The embeddings: looked up where x has the rows, and summed over x, or scattered where tokens are sharded.
 
-        model: the first stage. Of a model that is sharded by blocks, all of it that is in no block is one.
+        Where copy engines gather weights, the tokens' rows are read from the z ranks that have them: no rank gathers
+        the table. Its gradient is sent whole, by the library. model: the first stage. Of a model that is sharded by
+        blocks, all of it that is in no block is one.
         """
         grid = self.config.grid
         if model.is_sharded_by_blocks:
             return _record_end((), (), self._weight(WeightTraffic.of(model.outside_parameters, grid)), casts=casts)
-        table = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid))
+        table, rows = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid)), None
+        if self.gathers_by_engine and table.gather is not None and table.scatter is not None:
+            looked_up = self.tokens / grid.x * model.hidden / grid.y * self.workload.element
+            rows = self._over("all_gather", "z", (grid.z - 1) / grid.z * looked_up)
+            table = replace(table, gather=None, scatter=table.scatter._replace(by_copy_engine=False))
         half = self._half_over_x()
         if self.config.token_parts > 1:
             kind, parts = ("all_reduce", 2) if model.shards_tokens_of_blocks else ("reduce_scatter", 1)
             summed, gathered = self._over(kind, "x", parts * half), self._over("all_gather", "x", half)
-            return _record_end([summed], [gathered], table, casts=casts)
-        return _record_end([self._over("all_reduce", "x", 2 * half)], (), table, casts=casts)
+            return _record_end([rows, summed], [gathered], table, casts=casts)
+        return _record_end([rows, self._over("all_reduce", "x", 2 * half)], (), table, casts=casts)
 
     def _head(self, end: StepWorkload) -> EndRecord:
         """The final norm, the head and the loss. end: the workload of the last stage."""
