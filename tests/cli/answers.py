@@ -167,16 +167,12 @@ ANSWERS = (
     Answer(f"simulate step {STEP} --overlap some", REFUSED, "takes all, none, or some of all_reduce"),
     Answer(f"simulate step {STEP} --what-if more", REFUSED, "must be one of nic, gpu, link, or all"),
     Answer(f"simulate step {STEP} --grid x=7", REFUSED, "x=7 does not divide 12 heads"),
-    Answer("simulate dlrm --topology torus:2x4 --bandwidth 200Gb/s --latency 700ns --fused both", DONE, "less time"),
-    Answer(f"simulate dlrm {RING} --collective by-dimension", REFUSED, "no torus of two dimensions"),
     Answer(f"simulate trace nothing/step {RING}", REFUSED, "there is no nothing/step.0.et"),
     Answer(f"simulate trace nothing/step {RING} --replay", REFUSED, "leave out --topology"),
     Answer("simulate trace step --replay --algorithm all_reduce=rign", REFUSED, "did you mean 'ring'"),
     Answer("simulate trace step --replay --bandwidth 1GB/s", REFUSED, "leave out --topology"),
     Answer("simulate trace step --replay --algorithm all_redcue=ring", REFUSED, "did you mean 'all_reduce'"),
     Answer("simulate export nothing/trace.json step", REFUSED, "stretto train --trace"),
-    Answer(f"simulate dlrm {RING} --kernels a100", REFUSED, "mi210"),
-    Answer(f"simulate dlrm {RING} --fused backward", REFUSED, "forward, both"),
     Answer(
         f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "--ranks-per-node"
     ),

@@ -18,7 +18,6 @@ app = App(
 )
 
 app.add_lazy("step", "stretto.cli.simulate.step:step")
-app.add_lazy("dlrm", "stretto.cli.simulate.dlrm:dlrm")
 app.add_lazy("trace", "stretto.cli.simulate.trace:trace")
 app.add_lazy("export", "stretto.cli.simulate.trace:export")
 
