@@ -67,7 +67,7 @@ def check_container(content: memoryview) -> tuple[str | None, bool]:
     is harmless, or it shows in a record.
     """
     try:
-        with zipfile.ZipFile(MemoryFile(content)) as container:  # type: ignore[arg-type]
+        with zipfile.ZipFile(MemoryFile(content)) as container:
             records = container.infolist()
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 return "a zip container with compressed records, which torch never has", True
