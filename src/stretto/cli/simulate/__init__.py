@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from stretto.simulator import NetworkTopology
 
 app = App(
-    help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
+    help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU."
 )
 
 app.add_lazy("step", "stretto.cli.simulate.step:step")

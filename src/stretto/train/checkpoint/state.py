@@ -33,13 +33,7 @@ from stretto.train.checkpoint.metadata import (
     persistent_buffers,
     saved_tensors,
 )
-from stretto.train.checkpoint.storage import (
-    LazyBox,
-    LocalBox,
-    SafeReader,
-    ShardedState,
-    StateLoadPlanner,
-)
+from stretto.train.checkpoint.storage import LazyBox, LocalBox, SafeReader, ShardedState, StateLoadPlanner
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.observe.metrics import DivergenceError
 from stretto.train.optimizer import ShardOptimizer, local_shard

@@ -17,12 +17,7 @@ from stretto.huggingface.folder import WEIGHTS_FILES
 from stretto.suggestions import did_you_mean_file
 from stretto.train.checkpoint.folders import checkpoints_by_step
 from stretto.train.checkpoint.integrity import Damage, DamagedError, file_checksum, read_range
-from stretto.train.checkpoint.metadata import (
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    WITHOUT_CHECKSUMS,
-    parse_metadata,
-)
+from stretto.train.checkpoint.metadata import MAX_METADATA_BYTES, METADATA_FILE, WITHOUT_CHECKSUMS, parse_metadata
 from stretto.train.checkpoint.pieces import READERS, StoredPiece, check_piece
 from stretto.train.checkpoint.safetensors_checksums import BLOCK, StoredTensor, header_bytes, read_header
 from stretto.train.checkpoint.torch_format import INDEX_FILE, is_torch_checkpoint, read_pieces

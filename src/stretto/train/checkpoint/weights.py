@@ -24,11 +24,7 @@ from stretto.train.checkpoint.file_tensors import (
 )
 from stretto.train.checkpoint.folders import warn_once
 from stretto.train.checkpoint.metadata import first_difference, first_names, persistent_buffers, saved_tensors
-from stretto.train.checkpoint.safetensors_checksums import (
-    StoredTensor,
-    read_header,
-    require_sealed_index,
-)
+from stretto.train.checkpoint.safetensors_checksums import StoredTensor, read_header, require_sealed_index
 
 if TYPE_CHECKING:
     from torch import nn
