@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -302,13 +303,13 @@ def write_files(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     """Write the smallest checkpoint: of one tensor, of which only the checksum is right."""
-    from stretto.train.checkpoint.integrity import crc32, to_text
+    from stretto.train.checkpoint.integrity import to_text
     from stretto.train.checkpoint.metadata import CheckpointMetadata
 
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(b"a piece.")
     chunk = {"offsets": [0], "sizes": [2], "file": "__0_0.distcp", "start": 0, "bytes": 8}
-    chunk["checksum"] = to_text(crc32(b"a piece."))
+    chunk["checksum"] = to_text(zlib.crc32(b"a piece."))
     tensors = {"model.weight": {"shape": [2], "dtype": "float32", "chunks": [chunk]}}
     about = {"format": 2, "step": 3, "torch": "", "optimizer": "sgd", "model": {}, "run": {}, "data": {}}
     (folder / "metadata.json").write_bytes(CheckpointMetadata.model_validate(about | {"tensors": tensors}).to_bytes())

@@ -23,6 +23,8 @@ from stretto.train.checkpoint.metadata import StoredBox
 # OverflowError for offsets of 64 bits.
 _NO_CONTAINER = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError, OverflowError, struct.error)
 
+_DIRECTORY = 0x10  # a record's attribute
+
 READERS = 4  # threads that read pieces ahead
 MAX_BYTES_AHEAD = 1 << 28  # of pieces that are read and not used yet, unless one is larger
 
@@ -71,6 +73,8 @@ def check_container(content: memoryview) -> tuple[str | None, bool]:
             records = container.infolist()
             if any(record.compress_type != zipfile.ZIP_STORED for record in records):
                 return "a zip container with compressed records, which torch never has", True
+            if any(record.external_attr & _DIRECTORY for record in records):  # its numbers would not be read
+                return "a zip container with a directory, which torch never has", True
             if sum(record.file_size for record in records) > len(content):  # a few bytes could demand any work
                 return "a zip container whose records overlap", True
             if not any(record.CRC for record in records):
