@@ -5,12 +5,10 @@ A checksum finds what disks, memories and networks do to files by accident. Whoe
 checksum, too: security checks (no code execution, no paths outside of the folder, bounded memory) are separate.
 """
 
-import os
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import IO, TypeAlias
 
@@ -75,15 +73,8 @@ def crc32_of_blocks(data: Buffer, block: int) -> list[int]:
     blocks = [view[start : start + block] for start in range(0, len(view), block)]
     if len(view) < THREADED_BYTES:
         return [zlib.crc32(each) for each in blocks]
-    with ThreadPoolExecutor(_threads_of_rank(), thread_name_prefix="stretto-crc32") as pool:
+    with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="stretto-crc32") as pool:
         return list(pool.map(zlib.crc32, blocks))
-
-
-@cache
-def _threads_of_rank() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MAX_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
 def read_range(file: IO[bytes], start: int, length: int) -> memoryview:
