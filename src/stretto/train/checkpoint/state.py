@@ -29,7 +29,7 @@ from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedEr
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     check_description,
-    first_difference,
+    differences,
     persistent_buffers,
     saved_tensors,
 )
@@ -48,7 +48,7 @@ def check_shapes(path: Path, metadata: CheckpointMetadata, model: nn.Module) -> 
     found = metadata.parameter_shapes()
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wanted |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items() if name in found}
-    if difference := first_difference(found, wanted):
+    if difference := next(differences(found, wanted), None):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
 
 
