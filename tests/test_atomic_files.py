@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files are written whole or not at all, by every command that writes some."""
 
+import json
 import os
 import re
 import stat
@@ -14,10 +15,11 @@ import pytest
 from stretto.atomic_files import require_writable, require_writable_folder, write_atomically
 from tests.cli.test_commands import stretto_command
 from tests.full_disk import no_room_beyond
+from tests.report.test_timeline import gpu_trace, product
 from tests.train import runs
 
 STEP = ["--model", "gpt2-small", "--cluster", "dgx-h100", "--gpus", "4", "--batch", "8", "--seq-len", "256"]
-# Of a command line, {out} is the file that it writes, which exists; `script.py` is an input.
+# Of a command line, {out} is the file that it writes, which exists; `trace.json` and `script.py` are its inputs.
 WRITERS = {
     "compile.xml": "collective compile ring-all-reduce --ranks 4 -o {out}",
     "import.xml": "collective import-msccl --yes script.py -o {out}",
@@ -26,6 +28,7 @@ WRITERS = {
     "show.csv": "pipeline show 1f1b --pipe 4 --micro-batches 8 --csv {out}",
     "step.json": f"simulate step {' '.join(STEP)} --trace {{out}}",
     "step.png": f"simulate step {' '.join(STEP)} --picture {{out}}",
+    "step.0.et": "simulate export trace.json step",
 }
 
 
@@ -85,12 +88,16 @@ def test_a_full_disk_leaves_old_files_whole_and_nothing_beside_them_and_is_named
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     (tmp_path / "script.py").write_text(SCRIPT)
+    if name == "step.0.et":
+        (tmp_path / "trace.json").write_text(json.dumps(gpu_trace(product(0, 40), product(50, 70))))
     (tmp_path / name).write_text("old")
     if name in WRITERS:
         arguments = WRITERS[name].format(out=name).split()
         status, text = stretto_command(*arguments)
         assert status == 0, text  # so that what is written once, such as a cache, is there
-        for written in files_of(tmp_path).keys() - {"script.py"}:
+        for path in tmp_path.glob("*.et"):
+            path.unlink()
+        for written in files_of(tmp_path).keys() - {"script.py", "trace.json"}:
             if not written.startswith("cache"):
                 (tmp_path / written).write_text("old")
     before = files_of(tmp_path)

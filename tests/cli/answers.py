@@ -173,6 +173,7 @@ ANSWERS = (
     Answer("simulate trace step --replay --algorithm all_reduce=rign", REFUSED, "did you mean 'ring'"),
     Answer("simulate trace step --replay --bandwidth 1GB/s", REFUSED, "leave out --topology"),
     Answer("simulate trace step --replay --algorithm all_redcue=ring", REFUSED, "did you mean 'all_reduce'"),
+    Answer("simulate export nothing/trace.json step", REFUSED, "stretto train --trace"),
     Answer(
         f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "--ranks-per-node"
     ),
@@ -226,6 +227,7 @@ ANSWERS = (
     Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --out nowhere/p.png", REFUSED, "nowhere is not a folder"),
     Answer(f"simulate step {STEP} --trace nowhere/t.json", REFUSED, "nowhere is not a folder"),
     Answer(f"simulate step {STEP} --picture step.pdf", REFUSED, "a picture is a .png or .svg file"),
+    Answer("simulate export run.toml nowhere/step", REFUSED, "nowhere is not a folder"),
     Answer("export small-run --to run.toml/model.safetensors", REFUSED, "run.toml is not a folder"),
     Answer("cluster list", DONE, "perlmutter"),
     Answer("cluster show perlmuter", REFUSED, "did you mean 'perlmutter'"),

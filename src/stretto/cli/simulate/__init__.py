@@ -19,6 +19,7 @@ app = App(
 
 app.add_lazy("step", "stretto.cli.simulate.step:step")
 app.add_lazy("trace", "stretto.cli.simulate.trace:trace")
+app.add_lazy("export", "stretto.cli.simulate.trace:export")
 
 _MAX_BY_DEFAULT = 4096  # GPUs of a cluster that are simulated without --gpus: of more, a network takes long to make
 Topology = Annotated[

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto simulate trace`: Chakra execution traces on a network."""
+"""`stretto simulate trace` and `export`: Chakra execution traces, simulated and made of a run's own trace."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from stretto.atomic_files import require_writable
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
 
@@ -99,3 +100,34 @@ def trace(
     for key, label in labels.items():
         if key in found:
             print(f"  {label:36}{show_nanoseconds(found[key]):>14}")
+
+
+def export(
+    source: Annotated[
+        Path, typer.Argument(metavar="TRACE.json", help="The trace.json that `stretto train --trace` wrote.")
+    ],
+    prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The files are PREFIX.0.et, PREFIX.1.et, ...")],
+    step: Annotated[
+        int | None, typer.Option(help="The number of the traced step to export (default: the last).")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Export a traced step as Chakra execution traces, one file per rank, for `simulate trace` and ASTRA-sim.
+
+    - stretto train demo.toml --trace --set out=runs/traced
+    - stretto simulate export runs/traced/trace.json runs/traced/step
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.simulator.chakra import write_chakra
+        from stretto.train.observe.chakra import step_trace
+        from stretto.train.observe.timeline import read_timeline
+
+        if not source.is_file():
+            raise ValueError(f"there is no {source}: `stretto train --trace` writes trace.json into its folder")
+        require_writable(prefix.with_name(f"{prefix.name}.0.et"), "PREFIX.0.et")
+        made = step_trace(read_timeline(source), step)
+        paths = write_chakra(made, prefix)
+    if as_json:
+        print_json({"ranks": made.ranks, "nodes": sum(map(len, made.nodes)), "files": [str(path) for path in paths]})
+    else:
+        print(f"{made.ranks} ranks, {sum(map(len, made.nodes)):,} nodes: {paths[0]} to {paths[-1]}")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER, REPLICAS
+from stretto.train.observe.messages import SentMessage, match_gloo, read_kernel
 
 Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
@@ -53,12 +54,16 @@ _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel, copy or operator that ran: its row, its name, start and end in seconds after the first step's start."""
+    """A kernel, copy or operator that ran: its row, its name, start and end in seconds after the first step's start.
+
+    sent: of a collective, what it sends; None if the trace does not have it.
+    """
 
     row: str
     name: str
     start: float
     end: float
+    sent: SentMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -297,16 +302,16 @@ def _gpu_spans(events: Iterable[Mapping[str, Any]], groups: Mapping[str, str], e
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             about = event.get("args", {})
-            row = COMPUTE
+            row, sent = COMPUTE, None
             if event.get("cat") == "gpu_memcpy" and (direction := _COPY_DIRECTION.search(event["name"])):
                 row = {"HtoD": TO_DEVICE, "DtoH": TO_HOST}[direction[0]]
             elif is_by_copy_engine(event, copying):
                 row = "context" if about.get("External id") in over_context else COPY_ENGINE_AXIS
             elif event["name"].startswith("nccl") or "Collective name" in about:
                 about = calls.get(about.get("External id"), {}) | about
-                row = _axis_of_group(about, groups)
+                row, sent = _axis_of_group(about, groups), read_kernel(about)
             rows = [row, EXPERTS] if row == COMPUTE and about.get("External id") in experts else [row]
-            spans += [Span(each, event["name"], *_interval(event)) for each in rows]
+            spans += [Span(each, event["name"], *_interval(event), sent) for each in rows]
     return spans
 
 
@@ -354,8 +359,10 @@ def _cpu_spans(events: list[Mapping[str, Any]], experts: Collection[Any]) -> lis
     """Collect the outermost operators, those of experts also in a separate row, and the work of gloo's threads."""
     gloo = [event for event in events if event["name"].startswith("gloo:")]
     axes = _axes_of_threads(events, gloo)
+    sent = match_gloo(events, gloo, axes)
     spans = [
-        Span(axes.get(event["tid"], OTHER), event["name"].removeprefix("gloo:"), *_interval(event)) for event in gloo
+        Span(axes.get(event["tid"], OTHER), event["name"].removeprefix("gloo:"), *_interval(event), sent.get(id(event)))
+        for event in gloo
     ]
     gloo_threads = {event["tid"] for event in gloo}
     operators = sorted(

@@ -90,7 +90,9 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             if self._grid.device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
                 self._wait_for_device()
-            self._profiler = profile(activities=activities)
+            # Events of gloo's threads have no sizes, so the calls' shapes are needed; those of NCCL's kernels have
+            # them.
+            self._profiler = profile(activities=activities, record_shapes=self._grid.device.type == "cpu")
             with _quiet_profiler():
                 self._profiler.start()
         if self._grid.device.type == "cpu":
