@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages over a gloo group of the pipe's ranks; those of GPUs are staged in pinned host memory.
 
-A message is two kinds of gloo messages, each kind with its own tag, in this order:
+A message is up to three kinds of gloo messages, each kind with its own tag, in this order:
 
     FIRST   the header, and behind it the tensors that fit into FIRST_BYTES with it: the smallest ones first
-    REST    each one of the others
+    LEAD    the largest of the others
+    REST    each one of the rest, and the lead if no receive was posted for it
 
-gloo moves bytes only once the receive is posted: FIRST is posted ahead, and REST once the header has come.
+gloo moves bytes only once the receive is posted. The receiver posts FIRST ahead, and LEAD too if the channel's last
+message had one: with as many bytes as that had. The sender knows this size, and sends what is smaller by up to half
+into the same receive; for a lead of another size it ends the posted receive by a single byte, and sends the lead as
+REST.
 
 gloo's `Work.is_completed` says nothing before `Work.wait` has returned, which has no time limit that would not also
 close all of the group's connections. So threads wait without a limit: for each source that sends anything in a step
@@ -33,7 +37,7 @@ from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 FIRST_BYTES = 1 << 16
 """The most bytes of the first part of a message."""
 
-_FIRST, _REST, _NEVER = range(3)  # tags; nothing is ever sent with the last
+_FIRST, _LEAD, _REST, _NEVER = range(4)  # tags; nothing is ever sent with the last
 _ALIGNMENT = 64
 _WITHOUT_LIMIT = timedelta(days=30)
 _JOIN_SECONDS = 10.0
@@ -56,6 +60,7 @@ class GlooTransport(MessageTransport):
             self._record.close()
             raise PeerError(f"pipe rank {self.rank} did not connect to the others of {self.size}: {error}") from error
         self._posting = threading.Lock()  # a ProcessGroupGloo counts its calls without a lock
+        self._posted_bytes: dict[tuple[int, int], int] = {}  # size of the last LEAD, by source and destination
         self._receivers: list[threading.Thread] = []
         self._senders: dict[int, _Sender] = {}
         self._staging = self._make_staging()
@@ -117,12 +122,23 @@ class GlooTransport(MessageTransport):
         packed = header.pack()
         layouts = self._layouts_to_send(header)
         inline, others = _place(layouts, packed.numel())
+        lead = _find_lead(layouts, others)
+        parts = {index: as_bytes(tensors[index]) for index in others}  # type: ignore[arg-type]
+        posted = self._posted_bytes.get((self.rank, destination), 0)
+        self._posted_bytes[self.rank, destination] = 0 if lead is None else parts[lead].numel()
+        sends = []
+        if posted:
+            if lead is not None and posted // 2 < parts[lead].numel() <= posted:
+                packed.view(torch.int64)[MessageHeader.CHOICE] = 1
+                sends.append((_LEAD, parts.pop(lead)))
+            else:
+                sends.append((_LEAD, torch.zeros(1, dtype=torch.uint8)))
         first = torch.empty(_size_of_first(inline, layouts, packed.numel()), dtype=torch.uint8)
         first[: packed.numel()] = packed
         for index, start in inline.items():
             data = as_bytes(tensors[index])  # type: ignore[arg-type]
             first[start : start + data.numel()] = data
-        sends = [(_FIRST, first), *((_REST, as_bytes(tensors[index])) for index in others)]  # type: ignore[arg-type]
+        sends = [(_FIRST, first), *sends, *((_REST, part) for part in parts.values())]
         with self._posting:
             return [(self._gloo.send([part], destination, tag), part) for tag, part in sends]
 
@@ -141,7 +157,7 @@ class GlooTransport(MessageTransport):
     def _receive_all(self, source: int, count: int) -> None:
         """Receive a step's messages of one source, in a separate thread."""
         try:
-            posted = self._post_first(source)
+            posted = self._post_ahead(source)
             for left in reversed(range(count)):
                 posted = self._receive(source, posted, is_last=left == 0)
         except Exception as error:  # noqa: BLE001  (whatever it is, the caller must learn of it)
@@ -149,16 +165,24 @@ class GlooTransport(MessageTransport):
 
     def _receive(self, source: int, posted: "_Posted", *, is_last: bool) -> "_Posted":
         """Receive a message and deliver it; returns what has been posted for the next one."""
-        posted.work.wait(_WITHOUT_LIMIT)
+        posted.first_work.wait(_WITHOUT_LIMIT)
         header, header_bytes = MessageHeader.unpack(posted.first)
         layouts = self._layouts_to_send(header)
         inline, others = _place(layouts, header_bytes)
+        lead = _find_lead(layouts, others)
         buffers: dict[int, Tensor] = {}
-        works = []
+        works = [] if posted.lead_work is None else [posted.lead_work]
+        if header.choice and lead is not None and posted.lead is not None:
+            buffers[lead] = posted.lead
         for index in others:
-            buffers[index] = self._host_buffer(layouts[index].num_bytes)  # type: ignore[union-attr]
-            works.append(self._post_receive(source, _REST, buffers[index]))
-        following = posted if is_last else self._post_first(source)
+            if index not in buffers:
+                layout = layouts[index]
+                assert layout is not None
+                buffers[index] = self._host_buffer(layout.num_bytes)
+                works.append(self._post_receive(source, _REST, buffers[index]))
+        layout = None if lead is None else layouts[lead]
+        self._posted_bytes[source, self.rank] = 0 if layout is None else layout.num_bytes
+        following = posted if is_last else self._post_ahead(source)
         tensors: list[Tensor | None] = []
         for index, layout in enumerate(layouts):
             if layout is None:
@@ -180,9 +204,14 @@ class GlooTransport(MessageTransport):
         """Bring tensors to the GPU that were sent from one; returns all tensors, and the event of the copies."""
         return (tensors, None) if self._staging is None else self._staging.to_device(tensors, header.tensors)
 
-    def _post_first(self, source: int) -> "_Posted":
+    def _post_ahead(self, source: int) -> "_Posted":
         first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
-        return _Posted(first, self._post_receive(source, _FIRST, first))
+        first_work = self._post_receive(source, _FIRST, first)
+        size = self._posted_bytes.get((source, self.rank), 0)
+        if not size:
+            return _Posted(first, first_work, None, None)
+        lead = self._host_buffer(size)
+        return _Posted(first, first_work, lead, self._post_receive(source, _LEAD, lead))
 
     def _post_receive(self, source: int, tag: int, buffer: Tensor) -> Any:
         with self._posting:
@@ -206,10 +235,12 @@ class GlooTransport(MessageTransport):
 
 
 class _Posted(NamedTuple):
-    """The receive that is posted for the first part of a message that has yet to come."""
+    """The receives that are posted for a message that has yet to come."""
 
     first: Tensor
-    work: Any
+    first_work: Any
+    lead: Tensor | None
+    lead_work: Any
 
 
 class Staged(NamedTuple):
@@ -305,6 +336,10 @@ def _place(layouts: tuple[TensorLayout | None, ...], header_bytes: int) -> tuple
         inline[index] = start
         end = start + size
     return inline, [index for index, layout in enumerate(layouts) if layout is not None and index not in inline]
+
+
+def _find_lead(layouts: tuple[TensorLayout | None, ...], others: list[int]) -> int | None:
+    return max(others, key=lambda index: layouts[index].num_bytes, default=None)  # type: ignore[union-attr]
 
 
 def _size_of_first(inline: dict[int, int], layouts: tuple[TensorLayout | None, ...], header_bytes: int) -> int:

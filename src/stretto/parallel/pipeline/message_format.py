@@ -3,7 +3,7 @@
 
 A header is int64 words, the same on every kind of transport:
 
-    step, operation, stage, micro-batch, number of tensors, then of each tensor
+    step, operation, stage, micro-batch, choice of the transport, number of tensors, then of each tensor
         -1                                                        for None
         0 or 1 (of a GPU), index of the dtype, number of dims, sizes
 """
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ SMALLEST_REUSED = 1 << 16
 """Bytes of the smallest tensor whose memory is used again."""
 
 _ALIGNMENT = 64
-_FIXED_WORDS = 5
+_FIXED_WORDS = 6
 _MAX_DIMS = 64  # torch's own
 _MAX_NUMBERS = 1 << 40
 _OPERATIONS = ("F", "B")
@@ -91,14 +91,18 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """A message's header."""
+    """A message's header. choice: a number that the transport defines."""
+
+    CHOICE: ClassVar[int] = 4
+    """The word that holds `choice`."""
 
     step: int
     key: MessageKey
     tensors: tuple[TensorLayout | None, ...]
+    choice: int = 0
 
     @classmethod
-    def of(cls, step: int, key: MessageKey, tensors: Sequence[Tensor | None]) -> "MessageHeader":
+    def of(cls, step: int, key: MessageKey, tensors: Sequence[Tensor | None], choice: int = 0) -> "MessageHeader":
         """The header of a message of these tensors. ValueError for a tensor that no message can hold, or too many."""
         dims = sum(tensor.dim() for tensor in tensors if tensor is not None)
         if 8 * (_FIXED_WORDS + 3 * len(tensors) + dims) > MAX_BYTES_OF_HEADER:
@@ -113,12 +117,12 @@ class MessageHeader:
                     f"messages hold dense tensors of PyTorch's plain dtypes, not {tensor.dtype} ({tensor.layout})"
                 )
             layouts.append(TensorLayout(tensor.dtype, tuple(tensor.shape), tensor.device.type != "cpu"))
-        return cls(step, key, tuple(layouts))
+        return cls(step, key, tuple(layouts), choice)
 
     def pack(self) -> Tensor:
         """The header as uint8."""
         operation, stage, micro_batch = self.key
-        words = [self.step, _OPERATIONS.index(operation), stage, micro_batch, len(self.tensors)]
+        words = [self.step, _OPERATIONS.index(operation), stage, micro_batch, self.choice, len(self.tensors)]
         for layout in self.tensors:
             if layout is None:
                 words.append(-1)
@@ -133,7 +137,7 @@ class MessageHeader:
         ValueError for words that are no header.
         """
         words = data[: data.numel() // 8 * 8].view(torch.int64)
-        step, operation, stage, micro_batch, count = words[:_FIXED_WORDS].tolist()
+        step, operation, stage, micro_batch, choice, count = words[:_FIXED_WORDS].tolist()
         at = _FIXED_WORDS
         layouts: list[TensorLayout | None] = []
         try:
@@ -153,7 +157,7 @@ class MessageHeader:
             key = MessageKey(_at(_OPERATIONS, operation), stage, micro_batch)
         except (ValueError, IndexError) as error:
             raise ValueError(f"the header of a message is damaged: {error}") from error
-        return cls(step, key, tuple(layouts)), 8 * at
+        return cls(step, key, tuple(layouts), choice), 8 * at
 
 
 def _at(table: Sequence[Any], number: int) -> Any:
