@@ -30,7 +30,6 @@ from stretto.report.style import (
     TEXT,
     VERMILION,
     drawing,
-    hide_frame,
     tint,
 )
 from stretto.report.timeline import plot_timeline
@@ -46,6 +45,13 @@ from stretto.train.observe.timeline import Span, Timeline, TracedStep, read_time
 
 FOLDER = Path(__file__).parent
 ARROW = {"arrowstyle": "->", "color": INK}
+
+
+def hide_frame(panel: Axes) -> None:
+    """Leave only what is drawn into a panel: no spines, ticks and grid."""
+    panel.set(xticks=[], yticks=[])
+    panel.grid(visible=False)
+    panel.spines[:].set_visible(False)
 
 
 def draw_box(axes: Axes, left: float, bottom: float, size: tuple[float, float], colour: str, text: str = "") -> None:

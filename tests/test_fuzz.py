@@ -14,7 +14,6 @@ from torch import nn
 
 from stretto.cluster import Cluster
 from stretto.collectives import verify
-from stretto.collectives.executor import simulate
 from stretto.collectives.xml import ScheduleFileError, from_xml
 from stretto.collectives.xml import to_xml as schedule_to_xml
 from stretto.huggingface.families import DECODERS
@@ -26,6 +25,7 @@ from stretto.recommendation import DLRMConfig
 from stretto.train.config import load_config
 from stretto.train.preflight import preflight
 from tests.collectives.executor import programs
+from tests.collectives.executor.simulation import simulate
 from tests.fuzzing import ODD_NUMBERS, ODD_TOML, ODD_VALUES, cpu_limit, damage, fuzz, mutate, mutate_schedule, to_toml
 
 FOLDER = Path(__file__).parents[1] / "src" / "stretto" / "configs"

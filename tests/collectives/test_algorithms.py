@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 import torch
+from tests.collectives.executor.simulation import simulate
 
 from stretto.collectives import Algorithm, ProgramError, algorithm, chunk, verify
 from stretto.collectives.algorithms import ALGORITHMS, find, load
 from stretto.collectives.collective import AllGather
-from stretto.collectives.executor import simulate
 
 NODES_AND_GPUS = [{"nodes": nodes, "gpus": gpus} for nodes in range(1, 5) for gpus in range(1, 5) if nodes * gpus > 1]
 RANKS = [{"ranks": ranks} for ranks in range(2, 17)]

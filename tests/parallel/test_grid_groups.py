@@ -64,7 +64,7 @@ def count_over_grids(shapes: Sequence[dict[str, int]], rounds: int) -> list[dict
 
 
 def assert_no_growth(counts: list[dict[str, int]]) -> None:
-    """What a round leaves is in every later count. A thread or a connection that is just ending may be in any single one."""
+    """What a round leaves is in every later count; a thread or a connection that is ending may be in any single one."""
     half = len(counts) // 2
     for what in ("threads", "files"):
         assert min(each[what] for each in counts[half:]) <= min(each[what] for each in counts[:half]), counts

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.schedules.bubbles import bubble_time
 from typer.testing import CliRunner
 
 import stretto
@@ -41,7 +42,7 @@ from stretto.planner.pipeline.stage_times import (
     stages_of_ranks,
 )
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
-from stretto.schedules import bubble_time, build_schedule, live_micro_batches
+from stretto.schedules import build_schedule, live_micro_batches
 
 MODEL = GPTConfig(layers=16, hidden=1024, heads=16, vocab=32000, max_seq_len=1024)
 LLAMA = {

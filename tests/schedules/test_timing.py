@@ -7,6 +7,7 @@ import statistics
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.schedules.bubbles import bubble_time
 from tests.schedules.test_generators import numbers
 
 from stretto.schedules import (
@@ -14,7 +15,6 @@ from stretto.schedules import (
     ScheduleError,
     StageCosts,
     StageLinks,
-    bubble_time,
     build_schedule,
     parse_csv,
     simulate,
@@ -127,21 +127,6 @@ def test_an_overlapped_pair_starts_with_both_messages_and_sends_when_both_passes
     assert at_once.starts[1][2] == 4 + 2.5  # of 1F1, which needs the output of 0F1
     in_turn = uniform(schedule)
     assert (in_turn.starts[0][1], in_turn.starts[0][2], in_turn.starts[1][2]) == (1, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "times", "message"),
-    [
-        (("zb-v", 4, 8), {"backward_weight": 0.5}, "no formula is known for zb-v with these times; simulate"),
-        (("dualpipe-v", 4, 8), {"forward": 2}, "no formula is known for dualpipe-v"),
-        (("dualpipe-v", 4, 8), {"overlapped": 1}, "no formula is known for dualpipe-v"),
-        (("1f1b", 4, 8), {"forward": -1}, "forward takes -1, but must be at least 0 and finite"),
-        (("dualpipe-v", 4, 7), {}, "8 would do"),
-    ],
-)
-def test_closed_forms_are_not_guessed(arguments, times, message):
-    with pytest.raises(ValueError, match=message):
-        bubble_time(*arguments, **times)
 
 
 def test_extra_warm_up_hides_latency():

@@ -48,7 +48,7 @@ from stretto.collectives.xml import ScheduleFileError, from_xml, read_schedule, 
 from stretto.lazy import attach
 
 if TYPE_CHECKING:  # these need torch, and the rest here does not
-    from stretto.collectives.backend import (
+    from stretto.collectives.backend.api import (
         call_counts,
         install,
         install_folder,

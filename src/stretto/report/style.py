@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -221,13 +220,6 @@ def tint(colour: str, strength: float = 0.5) -> str:
     """A colour mixed with white, as a ground for black text."""
     red, green, blue = (1 - strength * (1 - part) for part in to_rgb(colour))
     return to_hex((red, green, blue))
-
-
-def hide_frame(panel: Axes) -> None:
-    """Leave only what is drawn into a panel: no spines, ticks and grid."""
-    panel.set(xticks=[], yticks=[])
-    panel.grid(visible=False)
-    panel.spines[:].set_visible(False)
 
 
 def _place(artist: Text | Legend, x: float, y: float) -> None:

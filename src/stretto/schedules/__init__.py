@@ -8,7 +8,7 @@ timeline.makespan, timeline.idle
 """
 
 from stretto.schedules.csv_format import format_csv, parse_csv, read_csv, write_csv
-from stretto.schedules.generators import SCHEDULES, bubble_time, build_schedule
+from stretto.schedules.generators import SCHEDULES, build_schedule
 from stretto.schedules.message_driven import MessageDrivenPolicy, ServeFirst, simulate_message_driven
 from stretto.schedules.partition import partition
 from stretto.schedules.schedule import (
@@ -42,7 +42,6 @@ __all__ = [
     "StageCosts",
     "StageLinks",
     "add_unshard_actions",
-    "bubble_time",
     "buffers_needed",
     "build_schedule",
     "format_csv",

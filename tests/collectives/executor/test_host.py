@@ -13,11 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.collectives.executor import programs
+from tests.collectives.executor.simulation import simulate
 from tests.collectives.executor.test_simulation import SEED, exchange_of
 from tests.processes import LIMIT
 
 from stretto.collectives.collective import AllGather
-from stretto.collectives.executor import REDUCTIONS, ExecutionError, run_on_host, run_on_processes, simulate
+from stretto.collectives.executor import REDUCTIONS, ExecutionError, run_on_host, run_on_processes
 from stretto.collectives.executor.plan import DTYPES
 from stretto.memory import PeerError
 

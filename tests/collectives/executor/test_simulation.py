@@ -11,10 +11,11 @@ from unittest import mock
 import pytest
 import torch
 from tests.collectives.executor import programs
+from tests.collectives.executor.simulation import simulate
 
 from stretto.collectives.algorithms import find
 from stretto.collectives.collective import AllGather, AllReduce, AllToAll, Buffer, Collective
-from stretto.collectives.executor import REDUCTIONS, ExecutionError, simulate
+from stretto.collectives.executor import REDUCTIONS, ExecutionError
 from stretto.collectives.executor.plan import DTYPES
 from stretto.collectives.executor.rank_run import FifoSender
 from stretto.collectives.language import chunk, parallelize

@@ -10,10 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from tests.collectives.executor.simulation import simulate
 from tests.collectives.random_programs import random_program
 
 from stretto.collectives import compile_program
-from stretto.collectives.executor import run_on_host, simulate
+from stretto.collectives.executor import run_on_host
 from stretto.memory import PeerError, Reach, allocate
 from stretto.memory.network import interfaces
 from stretto.memory.network.endpoint import choose_proxy

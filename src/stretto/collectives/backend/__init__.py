@@ -30,27 +30,3 @@ What a call of `dist.all_reduce(tensor, group=group)` passes through, in order:
 `monitored_barrier`, `call_counts`.
 `stretto.registration` registers the backend's name.
 """
-
-from stretto.collectives.backend.api import (
-    call_counts,
-    install,
-    install_folder,
-    monitored_barrier,
-    run_collective,
-    set_two_level,
-    uninstall,
-)
-from stretto.collectives.backend.dispatcher import InstalledSchedule
-from stretto.collectives.backend.native import CompilerError
-
-__all__ = [
-    "CompilerError",
-    "InstalledSchedule",
-    "call_counts",
-    "install",
-    "install_folder",
-    "monitored_barrier",
-    "run_collective",
-    "set_two_level",
-    "uninstall",
-]

@@ -23,11 +23,10 @@ from stretto.collectives.backend.agreement import Agreement, DisagreementError
 from stretto.collectives.backend.calls import BackendCall, require_room, run_staged, runs_in_place
 from stretto.collectives.backend.native import make_work
 from stretto.collectives.backend.runner import Member
-from stretto.collectives.executor.host import PeerWaiter
+from stretto.collectives.executor.host import run_thread_blocks
 from stretto.collectives.executor.layout import Buffers
 from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, DTYPES, REDUCTIONS, ExecutionPlan, make_plan
 from stretto.collectives.executor.rank_run import RankRun
-from stretto.collectives.executor.turns import take_turns
 from stretto.collectives.schedule import Schedule
 from stretto.memory import HostMemory, allocate
 
@@ -200,7 +199,7 @@ class HostRunner:
         rank = self._member.rank
         buffers = Buffers(prepared.schedule, plan.collective, plan.layout, rank, input, output)
         run = RankRun(plan, rank, prepared.memory, buffers, prepared.passed)
-        take_turns([run], PeerWaiter(run, timeout))
+        run_thread_blocks(run, timeout)
         for key, connection in plan.connections.items():
             prepared.passed[key] = prepared.passed.get(key, 0) + connection.messages * plan.tiles
         return buffers.finish()

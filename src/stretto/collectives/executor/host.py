@@ -10,7 +10,7 @@ from stretto.collectives.collective import Buffer
 from stretto.collectives.executor.layout import Buffers, overlap
 from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, ExecutionPlan, make_plan
 from stretto.collectives.executor.rank_run import RankRun
-from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, take_turns
+from stretto.collectives.executor.turns import Coroutine, ExecutionError, list_waits, start_thread_blocks
 from stretto.collectives.schedule import Schedule
 from stretto.memory import Backoff, HostMemory, PeerError, allocate, exchange, find_own_rank, group_timeout
 
@@ -58,7 +58,7 @@ def run_on_host(
         assert isinstance(memory, HostMemory)
         run = RankRun(plan, rank, memory, buffers)
         try:
-            take_turns([run], PeerWaiter(run, timeout))
+            run_thread_blocks(run, timeout)
         except BaseException:
             for peer in range(group_size):
                 memory.signal(peer, plan.gave_up)  # so that no peer waits for this rank any longer
@@ -66,7 +66,22 @@ def run_on_host(
     return buffers.finish()
 
 
-class PeerWaiter:
+def run_thread_blocks(run: RankRun, timeout: float) -> None:
+    """Run all thread blocks of this rank to their end, a step each in turn.
+
+    ExecutionError after `timeout` seconds without a step, or where a peer that is waited for has died or failed.
+    """
+    waiting, waiter = start_thread_blocks(run), _PeerWaiter(run, timeout)
+    while waiting:
+        advanced = [coroutine.advance() for coroutine in waiting]
+        if any(advanced):
+            waiting = [coroutine for coroutine in waiting if not coroutine.has_ended]
+            waiter.reset()
+        else:
+            waiter.wait(waiting)
+
+
+class _PeerWaiter:
     """Waits for other ranks, with pauses that leave them the core, up to a time limit and while they are alive."""
 
     def __init__(self, run: RankRun, timeout: float) -> None:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from stretto.collectives.collective import Expected
 from stretto.collectives.executor.host import run_on_host
-from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES
-from stretto.collectives.executor.simulation import place_input, plan_for_inputs
+from stretto.collectives.executor.layout import poisoned
+from stretto.collectives.executor.plan import DEFAULT_TILE_BYTES, ExecutionPlan, make_plan
 from stretto.collectives.executor.turns import ExecutionError
 from stretto.collectives.schedule import Schedule
 
@@ -43,7 +43,7 @@ def run_on_processes(
     slots: int | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Tensor]:
-    """Every rank's output for every rank's input, in the form of `simulate`, from one new process a rank.
+    """Every rank's output for every rank's input, flat, from one new process a rank.
 
     The processes, of one thread each, have ended when it returns or raises. Options and errors are those of
     `run_on_host`, with the rank as a note; ExecutionError also for a process that died.
@@ -68,6 +68,49 @@ def run_on_processes(
             return _collect(workers)
         finally:
             _end(workers)
+
+
+def plan_for_inputs(
+    schedule: Schedule,
+    inputs: Sequence[Tensor],
+    reduction: str | None,
+    in_place: bool | None,
+    tile_bytes: int,
+    slots: int | None,
+) -> ExecutionPlan:
+    """Plan a run on these inputs, one a rank, of one size and dtype. Raises ValueError if it cannot run."""
+    collective = schedule.collective
+    if len(inputs) != collective.ranks:
+        raise ValueError(f"{schedule.name} has {collective.ranks} ranks: {len(inputs)} inputs are not one for each")
+    if len({(tensor.dtype, tensor.numel()) for tensor in inputs}) > 1:
+        raise ValueError(
+            "all ranks' inputs have one dtype and size, not "
+            + ", ".join(f"{tensor.numel()} of {str(tensor.dtype)[6:]}" for tensor in inputs)
+        )
+    in_place = schedule.in_place if in_place is None else in_place
+    # Both buffers consist of blocks of one size: the input's elements give the output's, or the whole one's in place.
+    return make_plan(
+        schedule,
+        inputs[0].numel(),
+        None,
+        in_place=in_place,
+        dtype=inputs[0].dtype,
+        reduction=reduction,
+        tile_bytes=tile_bytes,
+        slots=slots,
+    )
+
+
+def place_input(plan: ExecutionPlan, rank: int, input: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A rank's tensors for `run_on_host`: its input and a new output, or in place one new tensor for both."""
+    layout, collective = plan.layout, plan.collective
+    given = input.detach().reshape(-1)
+    if not collective.in_place:
+        return given, poisoned(layout.elements(collective.output_chunks), plan.dtype)
+    whole = poisoned(layout.elements(collective.chunks_per_loop), plan.dtype)
+    start = layout.elements(collective.starts(rank)[0])
+    whole[start : start + len(given)] = given
+    return whole, None
 
 
 class _Worker(NamedTuple):

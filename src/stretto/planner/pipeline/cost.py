@@ -4,7 +4,7 @@
 A step's forward and backward passes take the computation time of the rank with most work, and its bubbles. `phase_time`
 has a closed form for each schedule, which ranks many; `replay` simulates the whole schedule with each stage's predicted
 times (`stretto.schedules`). The closed forms are exact for equal stages and messages that take no time, if F = I = W
-where the schedule splits backward passes (`stretto.schedules.bubble_time`).
+where the schedule splits backward passes.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ class MessagePattern:
     is_chain: bool = False
 
 
-def find_pattern(collective: str, algorithm: str, n: int, root: int = 0) -> MessagePattern:
+def find_pattern(collective: str, algorithm: str, n: int) -> MessagePattern:
     """The pattern of an algorithm of one level: ring, direct or recursive.
 
     ValueError for an unknown name, and for numbers of ranks for which recursive doubling is not defined.
@@ -46,14 +46,7 @@ def find_pattern(collective: str, algorithm: str, n: int, root: int = 0) -> Mess
         raise ValueError(f"there is no algorithm {algorithm!r} of one level{name_known(algorithm, ALGORITHMS)}")
     if n == 1:
         return MessagePattern(())
-    pattern = ALGORITHMS[algorithm](collective, n)
-    if collective != "broadcast" or root == 0:
-        return pattern
-    rounds = (
-        MessageRound(tuple(((source + root) % n, (target + root) % n, part) for source, target, part in each.messages))
-        for each in pattern.rounds
-    )
-    return MessagePattern(tuple(rounds), pattern.is_chain)
+    return ALGORITHMS[algorithm](collective, n)
 
 
 def check_messages(what: str, ranks: int, messages: int) -> None:

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stretto.simulator.network.routing import MAX_ROUTES, ShortestPaths
 
@@ -64,19 +64,6 @@ class NetworkTopology:
             other = (source + 1) % self.devices
             hint = f"to rank {other} would do" if other != source else f"{self.name} has no other"
             raise ValueError(f"a message from rank {source} to itself crosses no link; {hint}")
-
-    def with_link(
-        self, number: int, *, bandwidth: float | None = None, latency: float | None = None
-    ) -> "NetworkTopology":
-        """A copy in which one link is slower, or faster. None: as it is. ValueError as for a new topology."""
-        link = self.links[number]
-        changed = replace(
-            link,
-            bandwidth=link.bandwidth if bandwidth is None else bandwidth,
-            latency=link.latency if latency is None else latency,
-        )
-        links = (*self.links[:number], changed, *self.links[number + 1 :])
-        return NetworkTopology(self.name, self.devices, links, vertices=self.vertices)
 
     def without_links(self, numbers: Collection[int]) -> "NetworkTopology":
         """A copy without some links; the others are renumbered. ValueError if it is no longer connected."""

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.collectives.executor.cuda.emulated import COMPILER, add_copy_areas, make_workspaces, run_all
+from tests.collectives.executor.simulation import simulate
 from tests.collectives.random_programs import random_program
 
 from stretto.collectives import Collective, chunk, compile_program, trace, verify
 from stretto.collectives.collective import AllReduce
-from stretto.collectives.executor import simulate
 from stretto.collectives.executor.cuda.copy_engine import planner
 from stretto.collectives.executor.cuda.copy_engine.executor import CopyEngineExecutor
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
@@ -20,7 +20,7 @@ from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
 from stretto.collectives.executor.cuda.variant import Variant
 from stretto.collectives.executor.layout import count_block_chunks
 from stretto.collectives.executor.plan import make_plan
-from stretto.collectives.executor.simulation import place_input
+from stretto.collectives.executor.processes import place_input
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to run the kernels' source with")
 SEED = random.randrange(2**31)
