@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from lab.harness import ANY_CPU, Columns, Measured, keep_rows
 from stretto.bench.harness import FAILURES, in_one_line, print_row, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import world_name
 from stretto.cluster import Cluster
+from stretto.launch.failures import RanksFailed
 from stretto.parallel import Grid
 
 Case = dict[str, Any]
@@ -60,7 +60,7 @@ def measure_cases(
     if with_nvshmem is not None and has_gpus:
         try:
             found = run_ranks(ranks, _measure_with_nvshmem, ranks, cases, with_nvshmem, trains=False)
-        except ChildFailedError as error:
+        except RanksFailed as error:
             found = [{"failed": f"with NVSHMEM: {in_one_line(error)}"}] * len(rows)
         for measured, more in zip(rows, found, strict=True):
             measured |= more

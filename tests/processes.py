@@ -100,6 +100,15 @@ os._exit(code)
 """
 
 
+def find_free_port() -> int:
+    """A port on which nobody listens, and none of those that systems give to connections and listeners meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 16_000)
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("localhost", port))
+            return port
+
+
 class PythonServer:
     """Forks Python processes that have imported `modules`. variables: added to this process's environment.
 

@@ -151,7 +151,9 @@ def test_a_job_leaves_no_thread_of_its_process_groups_behind(ranks):
     for turn in range(3):
         ranks(4).run(use_a_mesh, (f"a{turn}", f"b{turn}"))
         ranks(4).run(train_a_model)
-    assert ranks(4).run(number_of_threads) == before
+    # A thread that was joined is counted until the kernel has ended it.
+    counts = [ranks(4).run(number_of_threads) for _ in range(3)]
+    assert all(min(found) <= at_first for *found, at_first in zip(*counts, before, strict=True)), (before, counts)
 
 
 def test_a_raising_rank_raises_here_with_its_rank_and_traceback_and_the_pool_lives_on(ranks):

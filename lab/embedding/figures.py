@@ -6,10 +6,13 @@
     order       (figure 13) slices for other ranks first, and rank 0's first on every rank; how far ranks' times differ
     launches    (4.3) one persistent kernel; one kernel with a program for each slice; such a kernel for each table
 
+`--nodes 2x1` declares the ranks to be several nodes: then a slice is what is pooled before it is put.
+
 Figure 10 is `stretto bench embedding`. Figure 9, when each program stores and waits, is not drawn: kernels do not note
 times.
 """
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,13 +29,15 @@ from torch import Tensor
 from lab.harness import Bench, column
 from lab.pictures import describe_origin, group
 from stretto import ops
-from stretto.bench.embedding.run import make_batch
+from stretto.bench.embedding.run import LookupBatch, make_batch
 from stretto.bench.embedding.settings import LookupShape, LookupShapes
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp
+from stretto.ops.embedding import output_ring, scheduled
 from stretto.ops.embedding.forward import find_launch_config, look_up_and_send
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.table_set import find_tables
+from stretto.ops.operator import close_workspaces
 from stretto.parallel import Grid
 
 STUDIES = ("occupancy", "slice", "order", "launches")
@@ -45,6 +51,7 @@ class FiguresSetting:
     case: Annotated[str, Option("BATCHxTABLESxDIMxPOOLING, tables of each rank.")] = "1024x256x256x70"
     rows: Annotated[int, Option("Rows of each table.", least=1)] = 10_000
     studies: Annotated[tuple[str, ...], Option(f"{', '.join(STUDIES)}, with commas.")] = STUDIES
+    nodes: Annotated[str, Option("Nodes that the ranks are declared to be, as 2x2; slices alone are studied.")] = ""
     ranks: Ranks = None
     warm_up: WarmUp = 3
     repeats: Repeats = 10
@@ -53,6 +60,8 @@ class FiguresSetting:
         for study in self.studies:
             if study not in STUDIES:
                 raise ValueError(f"there is no study {study!r}: there are {', '.join(STUDIES)}")
+        if self.nodes and self.studies != ("slice",):
+            raise ValueError(f"between nodes, of {', '.join(self.studies)}, slices alone are studied: --studies slice")
         LookupShape.parse(self.case)
 
 
@@ -63,15 +72,19 @@ class Row:
     study: str = column("study")
     what: str = column("launched")
     milliseconds: float = column("slowest rank (ms)", "{:.3f}")
-    relative: float = column("of the default", "{:.2f}")
+    relative: float = column("of the default, or of the smallest", "{:.2f}")
     skew: float = column("ranks differ by", "{:.1%}")
 
 
 def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]:
     """The job of each rank; returns the rows."""
+    if setting.nodes:
+        os.environ["STRETTO_NODES"] = setting.nodes
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
     case = LookupShape.parse(setting.case)
     batch = make_batch(case, LookupShapes(rows=setting.rows), device)
+    if setting.nodes:
+        return _measure_puts(setting, batch, device)
     tables, placement = find_tables(batch.tables, device), batch.placement
     assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
@@ -105,6 +118,38 @@ def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]
             )
     ops.check_indices()
     return rows
+
+
+def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.device) -> list[dict[str, Any]]:
+    """Time look-ups between nodes, whose vectors for a rank are put after every so many samples, in messages of a slot.
+
+    A pair of ranks has at least as many slices as signals.
+    """
+    found, world, samples = {}, dist.get_world_size(), batch.placement.local_batch
+    least = output_ring.CHANNELS if device.type == "cuda" else 1
+    for size in (size for size in (4, 8, 16, 32, 64) if samples // size >= least):
+        members = dist.new_group()
+        run = partial(ops.embedding_all_to_all, batch.indices, batch.offsets, batch.tables, members)
+        with (
+            torch.no_grad(),
+            mock.patch.object(scheduled, "_PARTS", samples // size * world),
+            mock.patch.object(scheduled, "_TILE_ROWS", 4),
+        ):
+            found[size] = _time(run, setting, device)
+        ops.check_indices(members)
+        close_workspaces(members.group_name)
+    if not found:
+        raise ValueError(f"{setting.case} has {samples} samples a rank: {4 * least} would do for slices of 4")
+    return [
+        {
+            "study": "slice",
+            "what": f"{size} samples",
+            "milliseconds": max(seconds) * 1e3,
+            "relative": max(seconds) / max(found[min(found)]),
+            "skew": max(seconds) / min(seconds) - 1,
+        }
+        for size, seconds in found.items()
+    ]
 
 
 def _list_runs(

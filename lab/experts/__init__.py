@@ -3,8 +3,8 @@
 
 from collections.abc import Mapping
 
-ROUTINGS = ("uniform", "skewed")
-"""Of tokens to experts, in the benches' settings."""
+ROUTINGS = ("uniform", "skewed", "1.5x", "recorded")
+"""Of tokens to experts, in the benches' settings: `lab.experts.routing.find_bias`."""
 
 TENSOR_KINDS = ("tensor-gather", "tensor-scatter", "tensor-forward", "tensor-step")
 """Rows of `lab exchange` of tensor-parallel experts."""

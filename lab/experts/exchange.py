@@ -48,7 +48,7 @@ class ExchangeSetting:
 
     only: Annotated[tuple[str, ...], Option(f"{', '.join(_ALL_KINDS)}, with commas.")] = KINDS
     models: Annotated[tuple[str, ...], Option("Whose shapes: those of `python -m lab grouped`.")] = ("qwen3-30b-a3b",)
-    routing: Annotated[tuple[str, ...], Option("uniform, skewed, with commas.")] = ROUTINGS
+    routing: Annotated[tuple[str, ...], Option(f"{', '.join(ROUTINGS)}, with commas.")] = ROUTINGS[:2]
     megabytes: Annotated[float, Option("Sent by a rank alone, one row a token and rank (MiB).", least=0.1)] = 32
     tokens: Annotated[int, Option("Tokens of a rank, around products.", least=1)] = 16384
     with_vdev: Annotated[bool, Option("Measure torch's all_to_all_vdev_2d, too.", "--vdev/--no-vdev")] = True

@@ -46,7 +46,7 @@ class FewTokensSetting:
     """Settings of `python -m lab few-tokens`. Raises ValueError for an unknown model or routing, and other numbers."""
 
     models: Annotated[tuple[str, ...], Option("Whose shapes: those of `python -m lab grouped`.")] = ("qwen3-30b-a3b",)
-    routing: Annotated[tuple[str, ...], Option("uniform, skewed, with commas.")] = ("uniform",)
+    routing: Annotated[tuple[str, ...], Option(f"{', '.join(ROUTINGS)}, with commas.")] = ROUTINGS[:1]
     tokens: Annotated[tuple[int, ...], Option("Of a rank, with commas.")] = (1, 8, 32, 128)
     with_vdev: Annotated[bool, Option("Measure torch's all_to_all_vdev, too.", "--vdev/--no-vdev")] = True
     ranks: Ranks = None

@@ -51,7 +51,7 @@ class GroupedSetting:
         tuple(MODELS)
     )
     tokens: Annotated[tuple[int, ...], Option("Tokens of a call, with commas.")] = (8192, 1024)
-    routing: Annotated[tuple[str, ...], Option("uniform, skewed, with commas.")] = ROUTINGS
+    routing: Annotated[tuple[str, ...], Option(f"{', '.join(ROUTINGS)}, with commas.")] = ROUTINGS[:2]
     only: Annotated[tuple[str, ...], Option("Only this part; may be given several times.", is_repeated=True)] = ()
     implementation: Annotated[str, Option("Of Stretto's operators: auto, kernel or library.")] = "auto"
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None

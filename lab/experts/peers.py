@@ -78,9 +78,9 @@ def _sum_weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     return (copies * weights.unsqueeze(-1).to(rows.dtype)).sum(1)
 
 
-def _local(parameter: Tensor) -> Tensor:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local()
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
 
 
 class ExchangedExperts(nn.Module):
@@ -100,6 +100,30 @@ class ExchangedExperts(nn.Module):
             for weight in weights:  # the mean over ranks, as FSDP2's of all other gradients
                 weight.register_hook(partial(torch.mul, other=1 / self._group.size()))
         return exchange_experts(hidden, top_k_index, top_k_weights, weights[0], weights[1], self._group)
+
+
+class CutExperts(nn.Module):
+    """`gather_experts` in place of a transformers model's experts: each rank of a mesh of one dim has its columns.
+
+    Takes this rank's tokens, and choices and weights as DTensors of all ranks'.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._group = mesh.get_group()
+        ranks, rank = mesh.size(), mesh.get_local_rank()
+        for name, dim in (("gate_up_proj", 1), ("down_proj", 2)):
+            whole = module.get_parameter(name).detach()
+            if whole.shape[dim] % (2 * ranks if dim == 1 else ranks):
+                raise ValueError(f"{ranks} ranks do not divide the columns of experts of {list(whole.shape)}")
+            parts = whole.chunk(2, 1) if dim == 1 else [whole]  # a rank's gates, and what they gate
+            own = torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)
+            self.register_parameter(name, nn.Parameter(DTensor.from_local(own, mesh, [Shard(dim)])))
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        gate_up, down = (_local(parameter).to(hidden.dtype) for parameter in self.parameters())
+        ids, weights = _local(top_k_index), _local(top_k_weights)
+        return gather_experts(hidden, ids, weights, gate_up, down, self._group)
 
 
 def exchange_model(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:

@@ -20,7 +20,7 @@ from lab.harness import Bench, column
 from stretto.bench.operators.settings import CASES, OPERATORS, local_shape
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 
-KINDS = ("gather", "scatter", "reduce", "experts")
+KINDS = ("gather", "scatter", "reduce", "experts", "embedding")
 _EXPERTS, _TOP_K = 16, 4
 
 
@@ -28,9 +28,9 @@ _EXPERTS, _TOP_K = 16, 4
 class OperatorsBetweenNodesSetting:
     """The operators, shapes and nodes to measure. ValueError for what there is not."""
 
-    operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, experts, with commas.", "--only")] = KINDS
+    operators: Annotated[tuple[str, ...], Option(f"{', '.join(KINDS)}, with commas.", "--only")] = KINDS
     case: Annotated[str, Option("The model whose shapes are taken: `stretto bench ops`'.")] = "llama-3.1-8b"
-    ms: Annotated[tuple[int, ...], Option("Rows of the whole.")] = (2048, 8192)
+    ms: Annotated[tuple[int, ...], Option("Rows of the whole; samples of a look-up.")] = (2048, 8192)
     nodes: Annotated[str, Option("The declared nodes, as 2x2 or 4x1.")] = "2x2"
     ranks: Ranks = None
 
@@ -77,8 +77,13 @@ def _measure_all(setting: OperatorsBetweenNodesSetting) -> list[dict[str, Any]]:
     rows = []
     for kind in setting.operators:
         for m in setting.ms if is_cuda else (4 * world,):
-            make = _make_experts if kind == "experts" else partial(_make_dense, kind)
-            runs = make(setting.case, m, device)
+            match kind:
+                case "experts":
+                    runs = _make_experts(setting.case, m, device)
+                case "embedding":
+                    runs = _make_embedding(m, device)
+                case _:
+                    runs = _make_dense(kind, setting.case, m, device)
             times = {name: time_steps(run, warm_up=3, repeats=10) * 1e3 for name, run in runs.items()}
             possible = times["library"] - max(times["product"], times["collective"])
             gained = (times["library"] - times["kernel"]) / possible
@@ -142,6 +147,24 @@ def _make_experts(case: str, m: int, device: torch.device) -> dict[str, Any]:
         "collective": collective,
         "library": partial(multiply, "library"),
         "kernel": partial(multiply, "kernel"),
+    }
+
+
+def _make_embedding(m: int, device: torch.device) -> dict[str, Any]:
+    """As `_make_dense`, of tables on each rank: in place of the product, this rank's are looked up for all samples."""
+    from stretto import ops
+    from stretto.bench.embedding.peers import Batched, exchange_alone
+    from stretto.bench.embedding.run import make_batch
+    from stretto.bench.embedding.settings import LookupShape, LookupShapes
+
+    shape = f"{m}x64x256x70" if device.type == "cuda" else f"{m}x2x8x2"
+    batch = make_batch(LookupShape.parse(shape), LookupShapes(rows=10_000 if device.type == "cuda" else 9), device)
+    batched = Batched(batch)
+    return {
+        "product": batched.look_up,
+        "collective": exchange_alone(batch),
+        "library": batched.forward,
+        "kernel": lambda: ops.embedding_all_to_all(batch.indices, batch.offsets, batch.tables),
     }
 
 

@@ -27,6 +27,12 @@ class Transformer:
         sizes = {**self.sizes, **(self.small if is_small else {}), count: layers}
         return AutoConfig.for_model(self.family, **sizes, use_cache=False, attn_implementation="sdpa")
 
+    @property
+    def experts(self) -> tuple[int, int] | None:
+        """Experts of a layer, and of a token; None of a dense model."""
+        name = next((name for name in ("num_experts", "num_local_experts") if name in self.sizes), None)
+        return None if name is None else (self.sizes[name], self.sizes["num_experts_per_tok"])
+
 
 def _gated(hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, **more: Any) -> dict[str, Any]:
     return {
@@ -47,9 +53,17 @@ def _gpt2(hidden: int, heads: int, positions: int, vocab: int) -> dict[str, Any]
 
 _SMALL = _gated(64, 128, 4, 4, 256)
 _SMALL_GPT2 = _gpt2(64, 4, 64, 256)
+_UNTIED = {"tie_word_embeddings": False, "experts_implementation": "grouped_mm"}
 _QWEN3 = {"head_dim": 128, "tie_word_embeddings": False}
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
 _SMALL_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SMALL_QWEN2 = _SMALL | _SMALL_EXPERTS | {"shared_expert_intermediate_size": 64}
+
+
+def _qwen2_experts(experts: int, top_k: int, ffn: int, shared: int) -> dict[str, Any]:
+    sizes = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": ffn}
+    return {**sizes, "shared_expert_intermediate_size": shared, "norm_topk_prob": False, **_UNTIED}
+
 
 # Layers are as many as fit into 80 GB with the state of AdamW on z=4 (x=4 for those of TileLink's figure 11, which are
 # few so that the whole figure takes minutes); head and embedding are whole.
@@ -71,6 +85,25 @@ TRANSFORMERS: Mapping[str, Transformer] = {
         4,
         _gated(2048, 6144, 32, 4, 151_936, **_QWEN3, **_QWEN3_EXPERTS, experts_implementation="grouped_mm"),
         small=_SMALL | {"head_dim": 16} | _SMALL_EXPERTS,
+    ),
+    # Mixtures of TileLink's figure 11, and one of 64 experts: as many layers as fit into 141 GB on 4 ranks.
+    "mixtral-8x7b": Transformer(
+        "mixtral",
+        8,
+        _gated(4096, 14336, 32, 8, 32_000, num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6, **_UNTIED),
+        small=_SMALL,
+    ),
+    "qwen1.5-moe-a2.7b": Transformer(
+        "qwen2_moe",
+        12,
+        _gated(2048, 5632, 16, 16, 151_936, **_qwen2_experts(60, 4, 1408, 5632)),
+        small=_SMALL_QWEN2,
+    ),
+    "qwen2-57b-a14b": Transformer(
+        "qwen2_moe",
+        4,
+        _gated(3584, 18944, 28, 4, 151_936, **_qwen2_experts(64, 8, 2560, 20480)),
+        small=_SMALL_QWEN2,
     ),
 }
 

@@ -6,15 +6,15 @@ with gradients clipped at norm 1. Torch's are FSDP2 (fused AdamW, one collective
 DTensor with sharded sequences and with async-TP (TileLink's figure 11), both together, and on one GPU plain PyTorch.
 With `--context`, for long sequences (`--seq-len 65536`), they are FSDP2 with torch's context parallelism.
 Attention and experts are transformers' fastest; experts are also divided among the ranks by NCCL's all-to-all, and
-some get more tokens than the others with `--routing skewed`. With `--cluster` Stretto's runs are only predicted, for a
-file that is committed before anything is measured. Rows are written as they come, in the order of rounds over all
-runs.
+some get more tokens than the others with `--routing skewed` (`lab/experts/routing.py`). `--replicas` compares balanced
+experts with skewed ones, and with replicas of those. With `--cluster` Stretto's runs are only predicted, for a file
+that is committed before anything is measured. Rows are written as they come, in the order of rounds over all runs.
 """
 
 import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,17 +22,18 @@ from typing import Annotated, Any, Literal
 import torch
 
 from lab.experts import ROUTINGS
-from lab.experts.routing import draw_routing, load_of
+from lab.experts.routing import draw_routing
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
-from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, captured
+from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, captured, compare_replicas
 from stretto.axes import check_sizes
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.runs import TrainingRun, measure
 from stretto.cluster import Cluster
+from stretto.ops.moe import place_replicas
 from stretto.parallel import Grid
-from stretto.planner import predict
+from stretto.planner import plan, predict
 from stretto.planner.grids import divisors
 
 GIB = 1 << 30
@@ -57,10 +58,15 @@ class TransformersSetting:
     only: Annotated[
         tuple[str, ...], Option("Only the run of this name, or runs with this in their name.", is_repeated=True)
     ] = ()
-    routing: Annotated[tuple[str, ...], Option("Of tokens to experts: uniform, skewed, with commas.")] = ("uniform",)
+    routing: Annotated[tuple[str, ...], Option(f"Of tokens to experts: {', '.join(ROUTINGS)}, with commas.")] = (
+        ROUTINGS[:1]
+    )
     with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
     context: Annotated[
         bool, Option("Only runs that cut sequences among ranks, and one that cuts activations by x.")
+    ] = False
+    replicas: Annotated[
+        bool, Option("Only experts divided among all ranks: balanced, skewed, and with replicas of hot ones.")
     ] = False
     small: Annotated[bool, Option("Tiny sizes of the same models in fp32, for a try without a GPU.")] = False
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
@@ -72,8 +78,8 @@ class TransformersSetting:
         require_known("model", self.models, TRANSFORMERS)
         require_known("routing", self.routing, ROUTINGS)
         for model in self.models:
-            if "skewed" in self.routing and not has_experts(model):
-                raise ValueError(f"{model} has no experts to be routed to; --routing uniform would do")
+            if (self.replicas or self.routing != ("uniform",)) and not has_experts(model):
+                raise ValueError(f"{model} has no experts to be routed to; --models qwen3-30b-a3b would do")
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,8 @@ class Row:
     loss: float | None = column("first loss", "{:.4f}")
     gradient_norm: float | None = column("gradient norm", "{:.3f}")
     last_loss: float | None = column("last loss", "{:.4f}")
+    balanced_load: float | None = column("busiest rank / mean", "{:.3f}")
+    same_bits: str | None = column("loss has the bits of one without replicas")
     reason: str | None = column("why not")
 
 
@@ -99,28 +107,41 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
     assert ranks is not None
     for model, routing in itertools.product(setting.models, setting.routing):
         workload = _make_workload(model, setting, routing)
-        ways = list_context_ways(ranks) if setting.context else list_ways(ranks, has_experts=has_experts(model))
+        ways = list_ways(ranks, has_experts=has_experts(model))
+        ways = list_context_ways(ranks) if setting.context else list_replica_ways(ranks) if setting.replicas else ways
         chosen = {name: way for name, way in ways.items() if _is_chosen(name, setting.only, ways)}
         if not chosen:
             raise ValueError(f"no run has {' or '.join(map(repr, setting.only))} in its name")
         name = f"{model}-batch-{workload.batch}-ranks-{ranks}" + ("-small" if setting.small else "")
         name += "" if setting.micro_batches == 1 else f"-micro-batches-{setting.micro_batches}"
-        name += ("" if setting.seq_len is None else f"-seq-{setting.seq_len}") + ("-skewed" * (routing == "skewed"))
+        name += "" if setting.seq_len is None else f"-seq-{setting.seq_len}"
+        name += f"-{routing}" * (routing != "uniform") + "-replicas" * setting.replicas
         about = {"model": model, "ranks": ranks, "workload": asdict(workload)}
         predictions = f"predictions-{name}"
         if setting.cluster is not None:
-            rows = _predict(workload, chosen, Cluster.find(setting.cluster))
-            yield Measured(rows, about | {"machine": ANY_CPU, "cluster": setting.cluster}, name=predictions)
+            cluster = Cluster.find(setting.cluster)
+            about |= {"machine": ANY_CPU, "cluster": setting.cluster}
+            lines: tuple[str, ...] = ()
+            if not (setting.context or setting.replicas) and (found := _plan(workload, cluster, ranks)):
+                picked, way = found
+                chosen.setdefault(picked, way)
+                about["planned"] = {"name": picked, "grid": way.grid, "options": way.options}
+                lines = (f"Of all grids, `plan` picks {picked.removesuffix(', compiled')}.",)
+            rows = _predict(workload, chosen, cluster)
+            yield Measured(rows, about, lines, name=predictions, title=_title(workload, ranks))
             continue
-        predicted = _read_predictions(out / f"{predictions}.json", workload)
+        predicted, planned = _read_predictions(out / f"{predictions}.json", workload)
+        if planned and _is_chosen(planned["name"], setting.only, {**ways, planned["name"]: None}):
+            chosen.setdefault(planned["name"], Way("stretto", grid=planned["grid"], options=planned["options"]))
         keep = partial(_keep, out, name, about, predicted)
-        found = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
-        yield Measured(_compare(found, predicted), about, name=name, title=_title(workload, ranks))
+        measured = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
+        rows = _compare(measured, predicted)
+        yield Measured(rows, about, _judge(rows), name=name, title=_title(workload, ranks))
 
 
 def has_experts(model: str) -> bool:
     """True if this model is a mixture of experts."""
-    return "num_experts" in TRANSFORMERS[model].sizes
+    return TRANSFORMERS[model].experts is not None
 
 
 def _make_workload(model: str, setting: TransformersSetting, routing: str = "uniform") -> TransformerWorkload:
@@ -214,6 +235,19 @@ def list_context_ways(ranks: int) -> dict[str, Way]:
     return ways
 
 
+def list_replica_ways(ranks: int) -> dict[str, Way]:
+    """The runs of `--replicas` by name, the balanced one first."""
+    grid = {"z": ranks, "expert": ranks}
+    ways = {f"{_name(grid)}, uniform, compiled": Way("stretto", grid=grid, routing="uniform")}
+    for routing, replicas in itertools.product(("1.5x", "recorded"), (0, 1, 4)):
+        name = f"{_name(grid)}, {routing}" + (f", {replicas} replicas" if replicas else "")
+        way = Way("stretto", grid=grid, routing=routing, replicas=replicas)
+        ways[f"{name}, compiled"] = way
+        if replicas == 1:
+            ways[f"{name}, sums by choices, compiled"] = replace(way, options={"expert_reduce": "choice"})
+    return ways
+
+
 def _name(grid: Mapping[str, int]) -> str:
     return "Stretto " + " ".join(f"{axis}={size}" for axis, size in grid.items())
 
@@ -227,10 +261,10 @@ def measure_model(
     runs: list[TrainingRun] = []
     for name, way in ways.items():
         build = partial(build_step, workload, way, groups)
-        run = TrainingRun(name, build, is_peer=way.kind != "stretto", is_compiled=bool(way.compiles))
+        run = TrainingRun(name, build, is_peer=way.is_peer, is_compiled=bool(way.compiles))
         can_capture = with_captured and way.compiles and not way.is_async and device.type == "cuda"
         runs += [run, captured(run)] if can_capture else [run]
-    return measure(runs, workload, device, keep=keep)
+    return measure(runs, workload, device, extra=compare_replicas, keep=keep)
 
 
 def _keep(
@@ -261,6 +295,8 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
         try:
             if way.by_blocks:
                 raise ValueError("the planner predicts models with roles")
+            if "expert_reduce" in way.options:
+                raise ValueError("the planner predicts sums by ranks")
             if way.optimizer == "exposed muon":
                 raise ValueError("the planner predicts a hidden exchange")
             batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
@@ -268,29 +304,75 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
             batch["micro_batch"] = max(1, workload.batch // parts)
             batch |= {"optimizer": "adamw" if way.optimizer == "adamw" else "muon", "clips": way.clips}
             if workload.routing is not None and (parts := way.grid.get("expert", 1)) > 1:
-                sizes = TRANSFORMERS[workload.name].sizes
-                experts, top_k = sizes["num_experts"], sizes["num_experts_per_tok"]
-                ids, _ = draw_routing(workload.seq_len, experts, top_k, workload.routing, torch.device("cpu"))
-                batch["imbalance"] = load_of(ids * parts // experts, parts)
-            plan = predict(model, cluster, grid=way.grid, **batch, **way.options)
-            row |= {"predicted_milliseconds": plan.step_time * 1e3, "predicted_gib": plan.peak_memory / GIB}
+                batch["imbalance"] = _find_imbalance(workload, way.routing or workload.routing, parts, way.replicas)
+            found = predict(model, cluster, grid=way.grid, **batch, **way.options)
+            row |= {"predicted_milliseconds": found.step_time * 1e3, "predicted_gib": found.peak_memory / GIB}
         except ValueError as error:
             row["reason"] = str(error)
         rows.append(row)
     return rows
 
 
-def _read_predictions(path: Path, workload: TransformerWorkload) -> dict[str, dict[str, Any]]:
-    """Each run's prediction. Raises ValueError if there is no file, or one of another model or batch."""
+def _find_imbalance(workload: TransformerWorkload, routing: str, ranks: int, replicas: int) -> float:
+    """The busiest rank's load over the mean, in the mean over layers. What replicas' weights take is not counted."""
+    sizes, found = TRANSFORMERS[workload.name].experts, []
+    assert sizes is not None
+    for layer in range(workload.layers):
+        ids, _ = draw_routing(workload.seq_len, *sizes, routing, torch.device("cpu"), layer=layer)
+        loads = torch.bincount(ids.flatten(), minlength=sizes[0]).tolist()
+        found.append(max(place_replicas(loads, ranks, replicas).loads(loads)) * ranks / ids.numel())
+    return sum(found) / len(found)
+
+
+def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, Way] | None:
+    """The name and the grid that `plan` picks of all that train the batch in as many micro-batches; None: of none."""
+    with torch.device("meta"):
+        model = workload.make()
+    batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
+    if workload.routing is not None:
+        batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
+    try:
+        plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
+    except ValueError:  # rows say it of their grids
+        return None
+    parts = (each.micro_batch * check_sizes(each.grid).batch_parts * workload.micro_batches for each in plans)
+    best = next((each for each, batch_of in zip(plans, parts, strict=True) if batch_of == workload.batch), None)
+    if best is None:
+        return None
+    grid = {axis: size for axis, size in best.grid.items() if size not in (1, "cut")}
+    defaults = {"recompute": "none", "reshard": "after_backward"}
+    options = {key: getattr(best, key) for key, default in defaults.items() if getattr(best, key) != default}
+    name = ", ".join([_name(grid), *["sequence sharded"] * best.shard_sequence, *options.values()])
+    options |= _SHARDED if best.shard_sequence else {}
+    return f"{name}, compiled", Way("stretto", grid=grid, options=options)
+
+
+def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Which of Stretto's runs was predicted to be the fastest, and which one was."""
+    known = [row for row in rows if row.get("step_milliseconds") and row.get("predicted_milliseconds")]
+    known = [row for row in known if "fp8" not in row["name"]]
+    if not known:
+        return ()
+    first, fastest = (
+        min(known, key=lambda row: row[f"{which}_milliseconds"])["name"] for which in ("predicted", "step")
+    )
+    return (f"Predicted to be Stretto's fastest: {first}. Measured: {fastest}.",)
+
+
+def _read_predictions(
+    path: Path, workload: TransformerWorkload
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+    """Each run's prediction, and what `plan` picked. ValueError without a file, and for another model's or batch's."""
     if not path.is_file():
         if workload.is_small:
-            return {}
+            return {}, None
         raise ValueError(f"there is no file of predictions at {path}: write it first, with --cluster CLUSTER.toml")
     found = json.loads(path.read_text())
     for option in ("layers", "batch", "seq_len", "micro_batches"):
         if (known := found["workload"].get(option, 1)) != getattr(workload, option):
             raise ValueError(f"{path} predicts {option}={known}, not {getattr(workload, option)}")
-    return {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
+    rows = {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
+    return rows, found.get("planned")
 
 
 _PREDICTED = ("predicted_milliseconds", "predicted_gib")

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lab.experts.peers import exchange_model
+from lab.experts.peers import CutExperts, exchange_model
 from lab.experts.routing import route
 from lab.peers import MasterWeights
 from lab.training import context_peer
@@ -35,7 +35,7 @@ from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun
 from stretto.huggingface.known_modules import cache_of_nothing, keeps_keys_and_values
 from stretto.ops import free_workspaces
 from stretto.optim import AdamW, Muon, hidden_matrices
-from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, no_sync, parallelize
+from stretto.parallel import CapturedStep, Grid, balance_experts, clip_scale, gradient_norm, no_sync, parallelize
 
 LEARNING_RATE = 1e-5
 PLACEMENTS: tuple[Placement, Placement] = Shard(1), Replicate()  # of activations between and within layers
@@ -93,7 +93,8 @@ class Way:
     is_async: async-TP. exchanges: experts divided among all ranks, with NCCL's all-to-all. Stretto's: grid, options of
     `parallelize`; by_blocks: without roles. optimizer: of Muon, whether its exchange is hidden, or exposed; torch's
     gathers matrices in turn, or exchanges them by groups. clips: gradients are clipped, and not only measured. rotates:
-    torch's context parallelism over all ranks, by this method.
+    torch's context parallelism over all ranks, by this method. routing: in place of the workload's. replicas: of hot
+    experts, on each rank, by the loads of the step before.
     """
 
     kind: Literal["torch", "stretto"]
@@ -108,8 +109,15 @@ class Way:
     optimizer: OptimizerOfWay = "adamw"
     clips: bool = True
     rotates: Literal["", "allgather", "alltoall"] = ""
+    routing: str | None = None
+    replicas: int = 0
     grid: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_peer(self) -> bool:
+        """True of torch's, and of the balanced run beside skewed ones."""
+        return self.kind == "torch" or self.routing == "uniform"
 
 
 class Groups:
@@ -143,6 +151,7 @@ class Groups:
 def build_step(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
     """Build a step of this way. Raises ValueError where it cannot train the model or cut the batch."""
     groups.free_workspaces()
+    workload = workload if way.routing is None else replace(workload, routing=way.routing)
     return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, groups)
 
 
@@ -190,7 +199,36 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
         optimizer.zero_grad()
         return Stepped(total, norm)
 
-    return step
+    return BalancedStep(step, model, tokens, way.replicas) if way.replicas else step
+
+
+class BalancedStep:
+    """A step whose hot experts have replicas, by the loads of the step before."""
+
+    def __init__(self, step: Step, model: nn.Module, tokens: Tensor, replicas: int) -> None:
+        self._step, self._model, self._tokens, self._replicas = step, model, tokens, replicas
+        self._busiest: Mapping[str, float] = {}
+
+    def __call__(self) -> Stepped:
+        stepped = self._step()
+        self._busiest = balance_experts(self._model, self._replicas)
+        return stepped
+
+    @torch.no_grad()
+    def compare(self) -> dict[str, Any]:
+        """The busiest rank's load over the mean, of any layer; and whether the loss of the batch has the bits of the
+        one without replicas, on every rank."""
+        found = self._model(input_ids=self._tokens, labels=self._tokens).loss
+        balance_experts(self._model, 0)
+        right = self._model(input_ids=self._tokens, labels=self._tokens).loss
+        is_same = torch.eq(found, right).int()
+        dist.all_reduce(is_same, op=dist.ReduceOp.MIN)
+        return {"balanced_load": max(self._busiest.values()), "same_bits": "yes" if is_same.item() else "no"}
+
+
+def compare_replicas(step: Step) -> dict[str, Any]:
+    """The columns of a run that are of replicas only."""
+    return step.compare() if isinstance(step, BalancedStep) else {}
 
 
 def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
@@ -346,7 +384,22 @@ _GPT2_BLOCK = {
     "mlp.c_fc": "columns",
     "mlp.c_proj": "rows",
 }
-_PLANS = {"llama": _LLAMA_BLOCK, "gemma": _LLAMA_BLOCK, "gpt2": _GPT2_BLOCK}
+_ATTENTION = {part: style for part, style in _LLAMA_BLOCK.items() if not part.startswith("mlp")}
+_MIXTRAL_BLOCK = {**_ATTENTION, "mlp": "own", "mlp.gate": "router"}
+_QWEN2_MOE_BLOCK = {
+    **_MIXTRAL_BLOCK,
+    "mlp.shared_expert": "gather tokens",
+    **dict.fromkeys(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "columns"),
+    "mlp.shared_expert.down_proj": "rows of tokens",
+    "mlp.shared_expert_gate": "own tokens",
+}
+_PLANS = {
+    "llama": _LLAMA_BLOCK,
+    "gemma": _LLAMA_BLOCK,
+    "gpt2": _GPT2_BLOCK,
+    "mixtral": _MIXTRAL_BLOCK,
+    "qwen2_moe": _QWEN2_MOE_BLOCK,
+}
 
 
 def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
@@ -369,6 +422,17 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
         ),
         "columns": ColwiseParallel,
         "rows": partial(RowwiseParallel, output_layouts=Shard(1)),
+        # Mixtures of experts: each rank routes its own tokens, which experts gather themselves (`CutExperts`).
+        "own": partial(
+            PrepareModuleInput,
+            input_layouts=(Shard(1),),
+            desired_input_layouts=(Shard(1),),
+            use_local_output=True,
+        ),
+        "router": partial(SequenceParallel, sequence_dim=0),
+        "own tokens": partial(SequenceParallel, sequence_dim=0, use_local_output=True),
+        "gather tokens": partial(PrepareModuleInput, input_layouts=(Shard(0),), desired_input_layouts=(Replicate(),)),
+        "rows of tokens": partial(RowwiseParallel, output_layouts=Shard(0)),
     }
     if config.model_type == "gpt2":
         _prepare_gpt2(model, ranks)
@@ -387,6 +451,8 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
         head.weight = embedding.weight
     for name in blocks:
         place(model.get_submodule(name), parallelize_plan={part: styles[style]() for part, style in plan.items()})
+        if "mlp.gate" in plan:
+            model.set_submodule(f"{name}.mlp.experts", CutExperts(model.get_submodule(f"{name}.mlp.experts"), mesh))
     # The copy makes a plain tensor of an AsyncCollectiveTensor, whose gradient a compiled block would lose.
     embedding.register_forward_hook(lambda _, inputs, output: output.clone())
     first = model.get_submodule(blocks[0])

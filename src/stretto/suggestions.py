@@ -45,10 +45,12 @@ def name_known(given: object, known: Iterable[str], verb: str = "there are") -> 
 
 
 def did_you_mean_file(path: Path, suffixes: Collection[str] = ()) -> str:
-    """The end of an error message for a path that does not exist: the most similar one in its folder, if any.
+    """The end of an error message for a path that will not do: what it is, or the most similar one in its folder.
 
     suffixes: of the files that would do, such as ".toml" (none: all files and folders). Links to nothing do not count.
     """
+    if path.exists():
+        return f": it is a {'folder' if path.is_dir() else 'file' if path.is_file() else 'pipe or a device'}"
     try:
         there = [
             each.name for each in path.parent.iterdir() if each.exists() and (not suffixes or each.suffix in suffixes)

@@ -224,6 +224,10 @@ def test_another_number_of_ranks_than_torchrun_started_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     status, text = stretto_command("train", run_file)
     assert (status, "ranks is 1, but torchrun started 2; ranks=2 would do" in text) == (2, True)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    status, text = stretto_command("train", run_file)
+    assert (status, "MASTER_ADDR is ''" in text) == (2, True)
 
 
 def test_with_json_an_error_is_json_too(run_file: Path) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of which ranks are on this machine, under torchrun, srun and launchers that tell nothing."""
 
-import socket
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.processes import find_free_port
 
 from stretto.cluster import local_ranks
-from stretto.cluster.local_ranks import count_local_ranks, find_local_rank
+from stretto.cluster.local_ranks import count_local_ranks, find_local_rank, is_rank, require_rendezvous
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "20", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 # srun --ntasks 20 on 3 nodes, for a script that sets RANK=$SLURM_PROCID and WORLD_SIZE=$SLURM_NTASKS
@@ -49,6 +49,20 @@ def test_a_variable_that_is_no_number_is_named():
         find_local_rank({"LOCAL_RANK": "-1"})
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is 'two'"):
         count_local_ranks({"LOCAL_WORLD_SIZE": "two"})
+    with pytest.raises(ValueError, match="WORLD_SIZE is 'x', but must be a whole number"):
+        is_rank({"RANK": "0", "WORLD_SIZE": "x"})
+    with pytest.raises(ValueError, match="RANK is 2, but must be less than WORLD_SIZE, 2"):
+        is_rank({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(("address", "port"), [({}, "29500"), ("here", {}), ("here", "77777"), ("here", "abc")])
+def test_a_rank_that_cannot_meet_the_others_is_refused(address, port):
+    found = {"MASTER_ADDR": address, "MASTER_PORT": port}
+    rank = {"RANK": "0", "WORLD_SIZE": "2"} | {name: value for name, value in found.items() if value}
+    with pytest.raises(ValueError, match="start the ranks by torchrun, or unset RANK"):
+        require_rendezvous(rank)
+    require_rendezvous(rank | {"MASTER_ADDR": "here", "MASTER_PORT": "29500"})
+    require_rendezvous({})
 
 
 def nodes(declared: str, world_size: int) -> list[int]:
@@ -100,9 +114,6 @@ def make_grids(port: int | None) -> list[Any]:
 @pytest.mark.long
 @pytest.mark.parametrize("has_group", [False, True])
 def test_ranks_whose_launcher_tells_nothing_have_a_gpu_each(ranks, has_group):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = ranks(4).run(make_grids, None if has_group else port)
+    found = ranks(4).run(make_grids, None if has_group else find_free_port())
     devices = [torch.device("cuda", index) for index in (0, 0, 1, 1)]
     assert found == [[device, device, 4] for device in devices]

@@ -83,7 +83,9 @@ def train_all(folder: Path, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def check_operations(folder: Path) -> None:
+def check_operations(folder: Path, nodes: str = "") -> None:
+    if nodes:
+        os.environ["STRETTO_NODES"] = nodes
     torch.cuda.set_device(shared_gpus.choose_gpu(int(os.environ["LOCAL_RANK"])))
     dist.init_process_group("stretto")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -430,6 +432,16 @@ def test_operations_are_right_by_the_schedules_that_were_chosen_or_installed(tmp
         assert ran["allreduce schedule ring-all-reduce"] == 3
         for operation in ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base"):
             assert any(key.startswith(f"{operation} schedule") for key in ran), (operation, ran)
+
+
+@pytest.mark.ranks(4)
+def test_on_declared_nodes_an_installed_schedule_puts_and_the_library_runs_the_rest(tmp_path: Path, world: int) -> None:
+    run_watched(world, check_operations, tmp_path, f"2x{world // 2}")
+    for rank in range(world):
+        found = json.loads((tmp_path / f"operations-{rank}.json").read_text())
+        assert found["wrong"] == []
+        by_schedules = {key: number for key, number in found["ran"].items() if "schedule" in key}
+        assert by_schedules == {"allreduce schedule ring-all-reduce": 3}
 
 
 @pytest.mark.ranks(4)

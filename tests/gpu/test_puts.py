@@ -13,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 from stretto import ops
+from stretto.collectives.executor.cuda import CollectiveWorkspace, InterpretedSchedule, Variant
 from stretto.memory import PeerError
 from stretto.ops.operator import close_workspaces, list_put_channels
 from stretto.tiles.put_channel import PutChannel
-from tests.collectives.joint.random_algorithms import random_all_to_all, random_schedule
+from tests.collectives.executor.simulation import simulate
+from tests.collectives.joint.random_algorithms import COLLECTIVES, random_all_to_all, random_schedule
 from tests.gpu.test_joint import (
     HIDDEN,
     INNER,
@@ -86,6 +88,59 @@ def test_slices_arrive_whole_past_late_ranks_broken_connections_and_graphs(run_r
     print(f"seed {SEED}")
     nodes = f"2x{world // 2}"
     assert run_ranks(world, gather_in_many_calls, nodes, proxy, SEED, timeout=300.0) == [[]] * world
+
+
+def run_schedules_between_nodes(nodes: str, seed: int) -> list[tuple[Any, ...]]:
+    """Random verified schedules, by each protocol inside nodes, past late ranks and broken connections, then a CUDA
+    graph's replays; the calls whose bits are not the simulation's."""
+    rng, rank, world, wrong = random.Random(seed), dist.get_rank(), dist.get_world_size(), []
+    with mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}):
+        workspace = CollectiveWorkspace(dist.new_group(), timeout=60.0)
+        for protocol in ("LL", "Simple", *(["LL128"] if workspace.has_nvlink else [])):
+            schedule = random_schedule(rng, rng.choice(sorted(COLLECTIVES)), world, 2)
+            variant, in_place = Variant("float32", "sum", protocol), schedule.in_place
+            kernel = InterpretedSchedule(schedule, workspace, variant, in_place=in_place, tile_bytes=4800, threads=128)
+            for call in range(20):
+                elements, late = rng.choice((1, 700, 5000)), rng.randrange(world)
+                cycles, is_broken = rng.choice((0, 100_000, 1_000_000)), call % 8 == 5
+                size = elements * schedule.collective.input_chunks
+                seeds = [torch.Generator().manual_seed(peer + call) for peer in range(world)]
+                given = [torch.rand(size, generator=one) for one in seeds]
+                right = simulate(schedule, given)[rank]
+                begin, end = schedule.collective.starts(rank) if in_place else (0, 0)
+                whole = torch.zeros(elements * schedule.collective.chunks_per_loop, device="cuda")
+                output = torch.zeros_like(right, device="cuda")
+                if in_place:
+                    output = whole[elements * end :][: right.numel()]
+                source = whole[elements * begin :][:size].copy_(given[rank])
+                if late == rank:
+                    torch.cuda._sleep(cycles)
+                if is_broken and rank == 0:
+                    kernel._puts.break_connection(world - 1)
+                kernel(*((whole,) if in_place else (source, output)))
+                if not torch.equal(output.cpu(), right):
+                    wrong.append((schedule.name, protocol, call))
+        mine, graph = given[rank].cuda(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.graph(graph):
+            source.copy_(mine)
+            kernel(*((whole,) if in_place else (source, output)))
+        for replay in range(20):
+            graph.replay()
+            if not torch.equal(output.cpu(), right):
+                wrong.append(("replay", protocol, replay))
+        workspace.check()
+        dist.barrier()
+        del graph, kernel, mine
+        workspace.close()
+    return wrong
+
+
+@pytest.mark.ranks(4, among=(2, 4, 8), own=(2, 4))
+def test_schedules_between_nodes_have_the_host_executors_bits(run_ranks: Run, world: int):
+    print(f"seed {SEED}")
+    assert run_ranks(world, run_schedules_between_nodes, f"2x{world // 2}", SEED, timeout=300.0) == [[]] * world
 
 
 def lose_a_rank() -> str:

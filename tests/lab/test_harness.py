@@ -2,13 +2,18 @@
 """Tests of what all benches have in common: ranks of their own, and an end."""
 
 import json
+import os
+import signal
 import tempfile
+import threading
 from dataclasses import dataclass
 
 import pytest
+import typer
 
 from lab.harness import Bench, Measured, Table, column
 from stretto.bench.harness import run_ranks
+from stretto.cli.console import refusing_bad_input
 
 
 @pytest.mark.usefixtures("forks_processes")
@@ -16,6 +21,30 @@ def test_ranks_give_what_rank_0_returns_and_leave_no_files(tmp_path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run_ranks(2, abs, -3) == 3
     assert list(tmp_path.iterdir()) == []
+
+
+def kill(victim):
+    """Rank 1 is killed, or asks the command to stop, as Ctrl-C does, beside a rank that goes on."""
+    if os.environ["RANK"] == "1":
+        process, number = (os.getpid(), signal.SIGKILL) if victim == "rank" else (os.getppid(), signal.SIGTERM)
+        os.kill(process, number)
+    threading.Event().wait()
+
+
+@pytest.mark.usefixtures("forks_processes")
+def test_a_killed_rank_is_named_and_a_signal_ends_all_with_its_status(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(typer.Exit) as ended, refusing_bad_input():
+        run_ranks(2, kill, "rank")
+    assert ended.value.exit_code == 1
+    assert "stretto: rank 1 of 2 failed: it was killed by SIGKILL" in capsys.readouterr().err
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped, refusing_bad_input():
+        run_ranks(2, kill, "command")
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert "stretto: stopped by SIGTERM" in capsys.readouterr().err
+    assert not list(tmp_path.glob("stretto-*"))
+    signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(frozen=True)

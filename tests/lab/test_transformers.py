@@ -21,6 +21,7 @@ from lab.training.unmodified import (
     _keep,
     _make_workload,
     list_context_ways,
+    list_replica_ways,
     list_ways,
     measure_model,
 )
@@ -89,14 +90,19 @@ def measure_without_torchao(*arguments):
 
 
 @pytest.mark.long
-def test_experts_divided_by_nccl_train_as_those_of_fsdp2_and_stretto_with_a_skewed_routing(ranks):
-    setting = TransformersSetting(
-        models=("qwen3-30b-a3b",), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1
-    )
+@pytest.mark.parametrize("model", ["qwen2-57b-a14b", pytest.param("mixtral-8x7b", marks=pytest.mark.exhaustive)])
+def test_divided_and_cut_experts_train_as_those_of_fsdp2_with_a_skewed_routing(ranks, model):
+    setting = TransformersSetting(models=(model,), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1)
     ways = list_ways(2, has_experts=True)
-    names = ("FSDP2, eager", "FSDP2, experts by NCCL's all-to-all", "Stretto z=2 expert=2")
-    workload = _make_workload("qwen3-30b-a3b", setting, "skewed")
-    rows = ranks(2).run(measure_model, workload, {name: ways[name] for name in names}, 2, False, len)[0]
+    names = (
+        "FSDP2, eager",
+        "FSDP2, experts by NCCL's all-to-all",
+        "TP=2, sequence sharded, compiled",
+        "Stretto x=2, sequence sharded, compiled",
+        "Stretto z=2 expert=2",
+    )
+    chosen = {name: replace(ways[name], compiles="") for name in names}
+    rows = ranks(2).run(measure_model, _make_workload(model, setting, "skewed"), chosen, 2, False, len)[0]
     assert [row.get("error") for row in rows] == [None] * len(names)
     for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
         assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
@@ -111,9 +117,35 @@ def test_weights_alone_route_tokens_evenly_or_not():
             if name.endswith("mlp.gate"):
                 module.register_forward_hook(lambda _, inputs, output, found=of_layers: found.append(output[2]))
         model(input_ids=torch.randint(256, (2, 256), generator=torch.Generator().manual_seed(0)))
-    uniform, skewed = ([load_of(ids, 8) for ids in of_layers] for of_layers in loads.values())
+    uniform, *skewed = ([load_of(ids, 8) for ids in of_layers] for of_layers in loads.values())
     assert len(uniform) == 2
-    assert max(uniform) < 1.4 < min(skewed)
+    assert max(uniform) < 1.4
+    assert all(min(each) > 1.4 for each in skewed)
+
+
+@pytest.mark.long
+def test_replicas_of_hot_experts_even_out_ranks_and_leave_the_losses_bits(ranks):
+    setting = TransformersSetting(
+        models=("qwen3-30b-a3b",), ranks=2, small=True, layers=1, warm_up=0, repeats=2, rounds=1, replicas=True
+    )
+    chosen = {
+        name.removesuffix(", compiled"): replace(way, compiles="")
+        for name, way in list_replica_ways(2).items()
+        if way.replicas < 4 and way.routing != "1.5x"
+    }
+    rows = ranks(2).run(measure_model, _make_workload("qwen3-30b-a3b", setting), chosen, 2, False, len)[0]
+    assert [row["name"].removeprefix("Stretto z=2 expert=2, ") for row in rows] == [
+        "uniform",
+        "recorded",
+        "recorded, 1 replicas",
+        "recorded, 1 replicas, sums by choices",
+    ]
+    assert [row["is_peer"] for row in rows] == [True, False, False, False]
+    _, skewed, *replicated = rows
+    for row, number in itertools.product(replicated, ("loss", "gradient_norm", "last_loss")):
+        assert row[number] == pytest.approx(skewed[number], rel=1e-5), (row["name"], number)
+    assert rows[-1]["same_bits"] == "yes"
+    assert all(row["balanced_load"] < 1.2 for row in replicated)
 
 
 def test_measuring_takes_predictions_of_the_same_model(tmp_path):

@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.launch.test_restarts import losses, write_checkpoint
+from tests.processes import LIMIT, find_free_port
 from tests.train import runs
 
 from stretto.launch import leftovers
@@ -176,7 +176,7 @@ def agent(tmp_path: Path, port: int) -> "subprocess.Popen[bytes]":
 
 
 def wait_for(tmp_path: Path, *, step: int | None = None, started: str | None = None) -> None:
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + LIMIT
     while time.monotonic() < deadline:
         time.sleep(0.1)
         metrics = tmp_path / "out" / "metrics.jsonl"
@@ -194,9 +194,7 @@ def test_torchruns_nodes_join_and_leave(tmp_path: Path) -> None:
     config = runs.configure(tmp_path / "out", *options, "model={layers=1, hidden=16, heads=2}")
     runs.write_config(config)
     (config.out / "config.toml").rename(tmp_path / "run.toml")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = find_free_port()
     agents = [agent(tmp_path, port)]  # it has the store
     time.sleep(2.0)
     agents.append(agent(tmp_path, port))

@@ -21,7 +21,10 @@ import torch
 from tests.launch import launch_entries
 from tests.processes import LIMIT, forks_processes
 
+from stretto import counters
 from stretto.launch import RankFailure, allocator_environment, launcher
+from stretto.launch.failures import ERROR_FILE, read_error, seen_file
+from stretto.launch.rank import _leave_reporting_to_launcher as leave_reporting
 from stretto.launch.supervisor import StopTimeouts, Supervisor
 from stretto.launch.watch import describe_saved
 from stretto.launch.watching import joining
@@ -195,7 +198,7 @@ def test_a_rank_that_fails_just_after_it_was_polled_fails_the_job(
         if len(looks) > 1:
             check(supervisor)
         else:  # at ranks that all run, and return when one has failed
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + LIMIT
             while not any(rank.has_failed() for rank in supervisor._ranks.values()):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
@@ -298,7 +301,7 @@ def test_ranks_stop_when_the_launcher_is_killed(out: Path) -> None:
     processes = pids(out, 2)
     launcher.kill()
     launcher.wait()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LIMIT
     while any(is_alive(pid) for pid in processes) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert {file.name for file in out.glob("stopped-*")} == {"stopped-0", "stopped-1"}
@@ -458,11 +461,11 @@ def test_ctrl_c_with_a_stuck_rank_reports_which_one_and_what_is_not_saved(
 ) -> None:
     (out.parent / "text.txt").write_text("It was a bright cold day in April. " * 40)
     config = config_for(out, 2, data={"path": str(out.parent / "text.txt")}, device="cpu")
-    options = {"steps": 9, "batch": 4, "seq_len": 4, "checkpoint_every": 2, "timeout": 20.0, "keep_checkpoints": 1}
+    options = {"steps": 9, "batch": 4, "seq_len": 4, "checkpoint_every": 2, "timeout": 600.0, "keep_checkpoints": 1}
     config = make_config(config.model_dump(mode="json") | {"train": options})
 
     def stop(processes: list[int]) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT
         while last_step(out) != 5 and time.monotonic() < deadline:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
@@ -490,3 +493,17 @@ def test_saved_progress_is_derived_from_the_checkpoints_and_the_metrics(out: Pat
     assert describe_saved(job) == "the last checkpoint is step 7: steps 8 to 31 are not saved"
     (out / "metrics.jsonl").write_text("".join(lines[:7]))
     assert describe_saved(job) == "the last checkpoint is step 7: no finished step is lost"
+
+
+@pytest.mark.parametrize(("error", "waited"), [("Timed out waiting 15000ms for recv", True), ("no such layer", False)])
+def test_a_rank_that_has_given_up_waiting_tells_its_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, waited: bool
+) -> None:
+    file, marked = tmp_path / "error.json", []
+    seen_file(file).touch()
+    monkeypatch.setenv(ERROR_FILE, str(file))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(counters, "mark_failed", lambda: marked.append(not file.exists()))
+    leave_reporting(RuntimeError, RuntimeError(error), None)
+    assert read_error(file).is_consequence == waited
+    assert marked == [True] * waited  # before the launcher can read the error

@@ -19,6 +19,7 @@ import pytest
 from tests.launch import restart_entries
 from tests.launch.restart_entries import plan_faults
 from tests.launch.test_launch import QUICK
+from tests.processes import LIMIT
 from tests.train import runs
 
 from stretto.launch import LaunchJob, RankFailure, restarts
@@ -507,7 +508,7 @@ def test_an_answer_after_the_end_of_an_attempt_excludes_no_slot() -> None:
     may_answer = threading.Event()
 
     def answer_late(gpus: list[str]) -> set[str]:
-        may_answer.wait(20)
+        may_answer.wait(LIMIT)
         return set()
 
     slots = Slots([Slot(0, "a"), Slot(1, "b")], 0.0, probe=answer_late)
@@ -516,7 +517,7 @@ def test_an_answer_after_the_end_of_an_attempt_excludes_no_slot() -> None:
     probe = restarts._BackgroundProbe(slots, slots.due())
     slots.readmit_all()
     may_answer.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT
     while probe.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert probe.silent == [slots.all[1]]
@@ -540,14 +541,14 @@ def test_a_probe_exits_if_no_process_waits_for_it(monkeypatch: pytest.MonkeyPatc
     probe = slots_module.PROBE.replace("import torch", "import time; time.sleep(60)")
     alarm = f"signal.alarm({slots_module.PROBE_TIMEOUT:.0f} + 10)"
     assert alarm in probe
-    ended = subprocess.run([sys.executable, "-c", probe.replace(alarm, "signal.alarm(1)")], timeout=30)
+    ended = subprocess.run([sys.executable, "-c", probe.replace(alarm, "signal.alarm(1)")], timeout=LIMIT)
     assert ended.returncode == -signal.SIGALRM
 
 
 def test_a_run_that_was_done_when_it_was_asked_to_stop_is_not_started_again(out: Path, pauses: list[float]) -> None:
     def train_to_the_end(attempts: Attempts) -> None:
         attempts.train(2, 3, None)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LIMIT
         while not attempts.wants_stop():
             assert time.monotonic() < deadline
             time.sleep(0.01)

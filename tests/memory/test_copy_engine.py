@@ -83,19 +83,32 @@ def test_streams_of_a_call_fork_from_the_callers_copy_and_join_it(driver):
     assert streams.handle("wait") == SIDES["wait"]
 
 
+def test_a_side_stream_forks_and_joins_by_two_calls_each(driver, monkeypatch):
+    calls = driver()
+    monkeypatch.setattr(copy_engine, "find_current", lambda _: SimpleNamespace(cuda_stream=CALLER))
+    side = copy_engine.SideStream(torch.device("cuda", 0))
+    for _ in range(2):
+        calls.clear()
+        side.open()
+        side.join()
+        handle = side.stream.cuda_stream
+        assert calls == [
+            *(("cuEventRecord", 101, CALLER), ("cuStreamWaitEvent", handle, 101, 0)),
+            *(("cuEventRecord", 102, handle), ("cuStreamWaitEvent", CALLER, 102, 0)),
+        ]
+
+
 def test_a_flag_in_host_memory_is_written_at_once():
     word, value = torch.zeros(1, dtype=torch.int32), torch.tensor([7], dtype=torch.int32)
     copy_engine.set_flag(word, value)
     assert word.item() == 7
 
 
-def test_a_wait_for_a_count_resets_it(driver):
+def test_a_wait_for_a_count_and_the_end_of_counts_are_one_call_each(driver):
     calls = driver()
     copy_engine.find_driver().await_count(4096, 3, CALLER)
-    assert calls == [
-        ("cuStreamWaitValue32_v2", CALLER, 4096, 3, 0),
-        ("cuStreamWriteValue32_v2", CALLER, 4096, 0, 0),
-    ]
+    copy_engine.find_driver().clear(4096, 12, CALLER)
+    assert calls == [("cuStreamWaitValue32_v2", CALLER, 4096, 3, 0), ("cuMemsetD32Async", 4096, 0, 12, CALLER)]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +119,7 @@ def test_a_wait_for_a_count_resets_it(driver):
         lambda made: made.record(101, CALLER),
         lambda made: made.follow(CALLER, 101),
         lambda made: made.await_count(4096, 3, CALLER),
+        lambda made: made.clear(4096, 3, CALLER),
     ],
 )
 def test_a_call_that_the_driver_refuses_raises_its_error(driver, call):

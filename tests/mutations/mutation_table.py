@@ -578,8 +578,8 @@ MUTATIONS: tuple[Mutation, ...] = (
             Edit(
                 _INTERPRETER,
                 "      is_lost = __syncthreads_or(wait.is_given_up || local_wait.is_given_up);\n"
-                "      const char* incoming",
-                "      is_lost = wait.is_given_up || local_wait.is_given_up;\n      const char* incoming",
+                "      const u64 in_slot",
+                "      is_lost = wait.is_given_up || local_wait.is_given_up;\n      const u64 in_slot",
             ),
         ),
         "interpreted/*",
@@ -591,8 +591,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         (
             Edit(
                 _INTERPRETER,
-                "if (step.kind & SENDS && sent >= slots) await_flag(freed,",
-                "if (false) await_flag(freed,",
+                "else if (step.kind & SENDS && sent >= slots)\n          await_flag(freed,",
+                "else if (false)\n          await_flag(freed,",
             ),
         ),
         "interpreted/*",

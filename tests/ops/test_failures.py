@@ -13,11 +13,18 @@ import torch.distributed as dist
 
 from stretto import ops, tiles
 from stretto.memory import PeerError
+from stretto.ops.operator import list_channels
 from stretto.tiles.launches import Launches
 
 
 def make_group(limit):
     return dist.new_group(timeout=timedelta(seconds=limit))
+
+
+def shorten_limits(group, seconds):
+    """Give a group's workspaces another limit, once all ranks have met: a busy machine's may be late for that."""
+    for _, channel in list_channels(group.group_name):
+        channel.limit.seconds = seconds
 
 
 BLOCKS = ops.Blocks(16, 32, 32, 2, 4, 2, 3)
@@ -103,8 +110,9 @@ def test_a_missed_call_is_raised_by_every_later_call_of_the_process_until_its_gr
 
 def come_late(limit, pause):
     """Rank 1 is the given seconds late for a group's call: whether the results are right, or the ranks' errors."""
-    group = make_group(limit)
+    group = make_group(30.0)
     assert run_call("two shots", group)
+    shorten_limits(group, limit)
     if dist.get_rank() == 1:
         time.sleep(pause)
     try:

@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of predicted times: constants of one machine's measured times give the right choices on the other."""
 
+import importlib
 import json
 import math
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from stretto.ops.config import GemmProblem, Machine, default_kernels
 from stretto.ops.gemm import Blocks
-from stretto.ops.prediction import FITTED, NEVER_SLOWER, Constants, GemmCall, Speeds, predict_kernel, predict_library
+from stretto.ops.matmul_reduce_scatter_copies import size_pieces
+from stretto.ops.prediction import (
+    FITTED,
+    NEVER_SLOWER,
+    Constants,
+    GemmCall,
+    Speeds,
+    count_pieces,
+    predict_kernel,
+    predict_library,
+)
 
+map_rows = importlib.import_module("stretto.ops.all_gather_matmul").map_rows  # the name is a function's, too
 RESULTS = Path(__file__).parents[2] / "lab" / "results"
 NAMES = {"gather": "all_gather_matmul", "scatter": "matmul_reduce_scatter", "reduce": "matmul_all_reduce"}
 # Clocks, bus width and links as the driver gives them.
@@ -133,3 +147,31 @@ def test_the_sum_of_one_rank_takes_the_library_no_time():
     library = predict_library(call, H200)
     assert library == pytest.approx(117e6 / 0.84 / H200.memory, rel=0.02)
     assert predict_kernel(call, H200, 132, Blocks(*FEW), "packets") > library
+
+
+@pytest.mark.parametrize(
+    ("operator", "n", "k", "link", "pieces"),
+    [
+        ("all_gather_matmul", 3072, 4096, 450e9, 1),  # a shard arrives long before the one before it is multiplied
+        ("all_gather_matmul", 1024, 4096, 450e9, 2),  # the links are the slower: a small last piece is left
+        ("all_gather_matmul", 3072, 4096, 200e9, 4),
+        ("all_gather_matmul", 1024, 4096, 50e9, 1),  # nothing is left, and a piece's signal costs more
+        ("matmul_reduce_scatter", 4096, 5504, 450e9, 1),
+        ("matmul_reduce_scatter", 4096, 2752, 450e9, 2),  # whose sums take longer than the last wave
+        ("matmul_reduce_scatter", 4096, 2752, 200e9, 4),
+    ],
+)
+def test_copy_engines_transfer_in_no_more_pieces_than_hide_them(operator, n, k, link, pieces):
+    """Llama-2 7B's layers on four ranks, 32,768 tokens: eight pieces of 8 MB each, if they were of one size."""
+    speeds = H200._replace(link=link)
+    problem = GemmProblem(operator, 32768, n, k, torch.bfloat16, False, 4, returns_gathered=True)
+    found = default_kernels(problem, Machine(132, True, True, speeds))["copies"]
+    assert count_pieces(GemmCall(operator, 32768, n, k, 2, 4), speeds, 132, found.blocks) == pieces
+    if operator == "all_gather_matmul":
+        assert map_rows(8192, 4, found, 2 * k)[0].channels.value == pieces
+    else:
+        count = 8192 // found.blocks.m * n // found.blocks.n
+        last_waves = 1
+        assert size_pieces(count, 2 * found.blocks.m * found.blocks.n, found).number == pieces + last_waves
+    unknown = default_kernels(problem, Machine(132, True, True))["copies"]
+    assert unknown.piece_bytes == (8 if operator == "all_gather_matmul" else 6) << 20

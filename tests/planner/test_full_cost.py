@@ -409,6 +409,7 @@ HOST = HostTimes(block_forward=1e-3, block_backward=2e-3, collective=1e-4)
         ({}, 10 * 3e-3),
         ({"z": 4}, 10 * (3e-3 + 8 * 1e-4)),  # four weights gathered, and four gradients scattered
         ({"pipe": 2, "data": 2}, 2 * 5 * 3e-3),  # two micro-batches of half of the blocks
+        ({"x": 2, "data": 2}, 2 * 10 * (3e-3 + 4 * 1e-4)),  # outputs of two linears, and input gradients of two
     ],
     ids=str,
 )
@@ -426,6 +427,27 @@ def test_a_step_of_few_tokens_takes_as_long_as_the_host_launches_it(grid, host_t
     assert captured == unknown
     many = {"batch": 64, "seq_len": 4096, "micro_batch": 4}
     assert step(cluster(host=HOST), grid, **many).step_time == step(cluster(), grid, **many).step_time
+
+
+@pytest.mark.parametrize(("operator", "of_each"), [(None, 2e-4), (7e-4, 7e-4)])
+def test_operators_take_the_host_as_long_as_was_measured_or_two_collectives(operator, of_each):
+    machine = cluster(host=dataclasses.replace(HOST, operator=operator))
+    plan = step(machine, {"x": 4}, batch=1, seq_len=16, shard_sequence=True)
+    assert plan.host_time == pytest.approx(10 * (3e-3 + 8 * of_each))  # two gathers and two scatters in each pass
+
+
+def test_rows_of_a_table_are_read_from_the_ranks_that_have_them_where_copy_engines_gather_weights():
+    tokens, vocab, hidden, world = 2 * 4096, 128_256, 4096, 4
+    engines, without = (
+        predict("llama-3-8b", "dgx-h100", grid={"z": world}, batch=8, seq_len=4096, copy_engines=copies)
+        for copies in (True, False)
+    )
+    ids = [token * vocab // tokens for token in range(tokens)]  # of rank 0, whose part is the first fourth
+    read = sum(each >= vocab // world for each in ids) * hidden * 2
+    gathered = (world - 1) / world * vocab * hidden * 2
+    less = without.communication["all_gather_z"] - engines.communication["all_gather_z"]
+    assert less == pytest.approx((gathered - read) / 450e9)
+    assert engines.communication["reduce_scatter_z"] == without.communication["reduce_scatter_z"]
 
 
 def test_a_simulated_step_waits_for_its_host_and_the_table_says_so(tmp_path, monkeypatch):

@@ -335,23 +335,27 @@ def peak_of_a_step(sizes: dict[str, int], batch: int, micro_batch: int, *, kind:
 
 
 @pytest.mark.long
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("grid", "micro_batch", "checkpoint", "reshard", "shards"),
     [
-        ({"z": 4}, 1, False, "gradients_after_step", False),
-        ({"z": 4}, 1, False, "weights_after_step", False),
-        ({"z": 4}, 2, True, "weights_after_step", False),
-        ({"data": 2, "z": 2}, 1, True, "gradients_after_step", False),
-        ({"z": 4}, 4, False, "after_backward", False),
-        ({"x": 4}, 16, False, "after_backward", True),
-        ({"z": 4}, 4, False, "after_forward", False),
-        ({"z": 4}, 4, True, "after_backward", False),
-        ({"x": 4}, 16, True, "after_forward", False),
-        ({"x": 4}, 16, True, "after_forward", True),
-        ({"x": 2, "y": 2}, 4, False, "after_backward", False),
-        ({"x": 2, "y": 2}, 16, False, "after_backward", True),
-        ({"data": 2, "z": 2}, 1, True, "after_forward", False),
+        ({"z": 4}, 4, False, "after_forward", False),  # one micro-batch, the cheapest
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ({"z": 4}, 1, False, "gradients_after_step", False),
+                ({"z": 4}, 1, False, "weights_after_step", False),
+                ({"z": 4}, 2, True, "weights_after_step", False),
+                ({"data": 2, "z": 2}, 1, True, "gradients_after_step", False),
+                ({"z": 4}, 4, False, "after_backward", False),
+                ({"x": 4}, 16, False, "after_backward", True),
+                ({"z": 4}, 4, True, "after_backward", False),
+                ({"x": 4}, 16, True, "after_forward", False),
+                ({"x": 4}, 16, True, "after_forward", True),
+                ({"x": 2, "y": 2}, 4, False, "after_backward", False),
+                ({"x": 2, "y": 2}, 16, False, "after_backward", True),
+                ({"data": 2, "z": 2}, 1, True, "after_forward", False),
+            ]
+        ),
     ],
     ids=str,
 )

@@ -299,5 +299,6 @@ def _describe(name: str, variant: CollectiveVariant) -> Configuration:
         kernels,
         f"{variant.instances}x, {variant.dtype}, {variant.reduction}, {place}",
         partial(CollectiveCase, variant),
+        crosses_nodes=executor == "interpreted",
         suits=partial(_suits, algorithm),
     )

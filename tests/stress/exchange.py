@@ -10,6 +10,7 @@ from tests.stress.harness.team import Team, is_exact
 from tests.stress.operators import WorkspaceCase
 from torch import Tensor
 
+from lab.experts.routing import take_recorded
 from stretto.collectives import Schedule
 from stretto.collectives.algorithms import find
 from stretto.ops import moe
@@ -18,6 +19,7 @@ from stretto.ops.moe.kernel_route import KernelRoute
 from stretto.ops.moe.places import find_places
 
 ENTRIES = 6
+RECORDED = 3  # the entry whose choices are those of a trained router
 K = 3
 LOCAL = 2  # experts of a rank
 _EXCHANGE = (
@@ -40,8 +42,8 @@ _ARRIVALS = (
 class ExchangeCase(WorkspaceCase):
     """A layer whose experts multiply a token by their number, forward and backward, of small whole numbers.
 
-    Entries differ in their routing: to any experts, to those of one rank, or to one expert of each token's rank; and,
-    without a fixed number of rows, in the ranks' numbers of tokens, some of which are 0.
+    Entries differ in their routing: to any experts, to those of one rank, to one expert of each token's rank, or as a
+    trained router chose; and, without a fixed number of rows, in the ranks' numbers of tokens, some of which are 0.
     """
 
     entries = ENTRIES
@@ -63,6 +65,8 @@ class ExchangeCase(WorkspaceCase):
                 k = 1
                 numbers[:, team.rank * LOCAL] += 1
             ids = numbers.topk(k).indices
+            if entry == RECORDED:
+                ids = take_recorded(tokens, self._experts, k, first=team.rank * tokens).to(team.device)
             x = team.integers((tokens, self._columns), "x", *words)
             grad = team.integers((tokens, self._columns), "grad", *words)
             weights = team.integers((tokens, k), "weights", *words, low=0, high=2)

@@ -10,7 +10,10 @@ from tests.stress.harness.catalogue import Check, Configuration, StressCase
 from tests.stress.harness.team import Team
 from torch import Tensor
 
+from lab.experts.routing import take_recorded
+
 ENTRIES = 6
+RECORDED = 3  # the entry whose choices are those of a trained router
 K = 3
 _CLEARING = tuple(f"ops.moe.grouped.matmul.{name}" for name in ("clear_padding_rows", "clear_empty_experts"))
 _GROUPED = tuple(f"ops.moe.grouped.kernels.{name}" for name in ("multiply_groups", "sum_outer_products"))
@@ -170,6 +173,8 @@ class GroupedCase(StressCase):
             scores = torch.rand(tokens, experts, generator=team.draw("scores", *words), device=team.device)
             scores[:, entry % experts] = -1.0  # an expert without tokens
             weights, ids = scores.topk(min(K, experts - 1))
+            if entry == RECORDED:
+                ids = take_recorded(tokens, experts, ids.shape[1]).to(team.device)
             self._calls.append((x, ids, weights, gate_up, down, grad))
         self._expected = [self._run(entry, "kernel") for entry in range(ENTRIES)]
         for entry, found in enumerate(self._expected):

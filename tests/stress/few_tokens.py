@@ -9,11 +9,13 @@ from tests.stress.harness.catalogue import Check, Configuration, StressCase
 from tests.stress.harness.team import Team, is_exact
 from torch import Tensor
 
+from lab.experts.routing import take_recorded
 from stretto.ops import moe
 from stretto.ops.moe import few_tokens
 from stretto.ops.operator import list_kept
 
 ENTRIES = 6
+RECORDED = 3  # the entry whose choices are those of a trained router
 K = 3
 LOCAL = 2  # experts of a rank
 _KERNELS = tuple(f"ops.moe.few_kernels.{name}" for name in ("dispatch_tokens", "combine_sums"))
@@ -22,8 +24,8 @@ _KERNELS = tuple(f"ops.moe.few_kernels.{name}" for name in ("dispatch_tokens", "
 class FewTokensCase(StressCase):
     """A layer whose experts multiply a token by their number, of small whole numbers.
 
-    Entries differ in their routing, to any experts, to those of one rank, or to one of each token's rank, and in the
-    ranks' numbers of tokens, some of which are 0.
+    Entries differ in their routing, to any experts, to those of one rank, to one of each token's rank, or as a trained
+    router chose, and in the ranks' numbers of tokens, some of which are 0.
     """
 
     entries = ENTRIES
@@ -46,6 +48,8 @@ class FewTokensCase(StressCase):
             elif entry % 3 == 2:
                 numbers[:, team.rank * LOCAL] += 1
             ids = numbers.topk(K).indices
+            if entry == RECORDED:
+                ids = take_recorded(tokens, self._experts, K, first=team.rank * tokens).to(team.device)
             x = team.integers((tokens, columns), "x", *words)
             weights = team.integers((tokens, K), "weights", *words, low=0, high=2)
             expected = x * ((ids + 1) * weights).sum(1, keepdim=True)

@@ -388,6 +388,7 @@ class CountedCase(TileCase):
                 tiles.rank_copy_data(there, stored, rows=slice(0, self.rows), to=own.start)
                 for index in range(self.channels):
                     tiles.rank_notify(channel, self.rank * self.channels + index, peer)
+            tiles.rank_reset_counts(self._counter, 1)
         tiles.join_copies(channel)
         grid = (self.own_tiles * self.world,)
         kernels.copy_tiles[grid](begun, self.producer, gathered, out, BLOCK=self.columns, num_warps=_WARPS)

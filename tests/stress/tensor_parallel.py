@@ -9,9 +9,11 @@ from tests.stress.harness.team import Team, is_exact
 from tests.stress.operators import WorkspaceCase
 from torch import Tensor
 
+from lab.experts.routing import take_recorded
 from stretto.ops import moe
 
 ENTRIES = 6
+RECORDED = 2  # the entry whose choices are those of a trained router
 EXPERTS = 5
 _KERNELS = (
     *(f"ops.moe.tensor_parallel_kernels.{name}" for name in ("multiply_and_send", "signal_own_parts")),
@@ -23,7 +25,8 @@ _KERNELS = (
 class TensorParallelCase(WorkspaceCase):
     """Both halves of a layer and their gradients, of small whole numbers of which bf16 holds all sums exactly.
 
-    Entries differ in their routing, to any experts or all to one, and in the ranks' number of tokens.
+    Entries differ in their routing, to any experts, all to one or as a trained router chose, and in the ranks' number
+    of tokens.
     """
 
     entries = ENTRIES
@@ -37,6 +40,8 @@ class TensorParallelCase(WorkspaceCase):
             if entry % 2:
                 numbers[:, entry % EXPERTS] += 1
             ids = numbers.topk(k).indices
+            if entry == RECORDED:
+                ids = take_recorded(len(numbers), EXPERTS, k).to(team.device)
             x, grad = (team.integers((team.world * tokens, hidden), name, entry, density=0.1) for name in ("x", "grad"))
             weights = team.integers((team.world * tokens, k), "weights", entry, low=0)
             up = team.integers((EXPERTS, inner, hidden), "up", entry, team.rank, density=0.2)

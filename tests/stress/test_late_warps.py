@@ -54,7 +54,7 @@ def test_the_threads_of_a_collectives_kernel_sleep_where_it_begins(name):
         case "fused":
             source = write_source(fused, 0, 2, variant)
         case "interpreted":
-            source = write_interpreter(2, 0, variant)
+            source = write_interpreter(2, variant)
         case _:
             source = write_macros(variant, 2, 0) + read_sources("ptx.cu", "primitives.cu", "copy_engine/flags.cu")
     changed = late_warps.delay_source(source)

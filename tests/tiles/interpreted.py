@@ -152,7 +152,7 @@ def let_programs_wait_for_each_other():
     wait_by_loads[(5,)](torch.zeros(4, dtype=torch.int32), 4)
     threads = threading.active_count()
     convert[(50,)](torch.zeros(4), torch.zeros(4), 4)
-    assert threading.active_count() == threads  # nobody waited: no thread was needed
+    assert threading.active_count() <= threads  # nobody waited: no thread was needed
 
 
 def compute_in_bf16():

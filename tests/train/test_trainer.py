@@ -2,7 +2,6 @@
 """Training runs: the loss is that of plain PyTorch, whatever the grid, the accumulation, the stops and resumptions."""
 
 import math
-import socket
 import time
 from collections.abc import Callable
 from math import prod
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.conftest import Ranks
 from tests.pool import Pool
+from tests.processes import find_free_port
 from tests.train import runs
 from torch.nn import functional as F
 
@@ -410,9 +410,7 @@ def train_late(config: TrainConfig, late: float) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_is_late_within_the_time_limit_breaks_nothing(ranks: MakeRanks, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    (tmp_path / "port").write_text(str(find_free_port()))
     config = runs.configure(tmp_path / "run", "train.steps=2", *on_grid(z=2), "train.timeout=120")
     ranks(2).run(train_late, config, 0.5)
     assert len(runs.metrics_of(tmp_path / "run")) == 2

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
 
 from stretto.atomic_files import write_atomically
 from stretto.cluster.detection import count_gpus, machine_kind
@@ -32,6 +31,7 @@ from stretto.launch import (
     loopback_environment,
     rank_variables,
 )
+from stretto.launch.failures import RanksFailed, describe_signal
 from stretto.memory import allocated_bytes, shared_gpus
 from stretto.memory.mps import has_mps, mps_daemon, share_for
 
@@ -145,6 +145,8 @@ def shared_where_few(ranks: int) -> Iterator[None]:
 def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = True) -> Any:
     """Call `entry(*args)` in `ranks` processes of this machine; returns rank 0's result.
 
+    Raises RanksFailed if a rank has failed; ends this process, with status 128 + n, if signal n stops it.
+
     trains: use the allocator settings of `stretto train`. Benches of collectives keep torch's defaults, with which NCCL
     registers the memory of CUDA graphs.
     """
@@ -161,21 +163,29 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
         store = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        context = start_processes(
-            "bench",
-            _call_and_leave,
-            args=dict.fromkeys(range(ranks), (entry, *args)),
-            envs={rank: loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)},
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
         try:
-            result = context.wait(period=0.1)
+            context = start_processes(
+                "bench",
+                _call_and_leave,
+                args=dict.fromkeys(range(ranks), (entry, *args)),
+                envs={rank: loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)},
+                logs_specs=DefaultLogsSpecs(log_dir=folder),
+            )
+            try:
+                result = context.wait(period=0.1)
+            finally:
+                context.close()
+        except SignalException as error:  # which torch makes of Ctrl-C and SIGTERM
+            print(f"stretto: stopped by {error.sigval.name}", file=sys.stderr)
+            raise SystemExit(128 + error.sigval) from None
         finally:
-            context.close()
             del store
-        if result is None or result.is_failed():
-            raise ChildFailedError("bench", {} if result is None else result.failures)
-        return result.return_values[0]
+    assert result is not None  # without a time limit it waits until all have ended, or one has failed
+    if result.is_failed():
+        first = min(result.failures.values(), key=lambda failure: (failure.exitcode >= 0, failure.timestamp))
+        how = describe_signal(-first.exitcode) if first.exitcode < 0 else "its traceback is above"
+        raise RanksFailed(f"rank {first.local_rank} of {ranks} failed: {how}")
+    return result.return_values[0]
 
 
 def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:

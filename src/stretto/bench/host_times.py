@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how long the host takes to launch a block's passes, and a collective: for `stretto probe`."""
+"""Measures how long the host takes to launch a block's passes, a collective, an operator: for `stretto probe`."""
 
 import time
 from collections.abc import Callable
@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from stretto.bench.harness import TORCH_DTYPES
 from stretto.models import GPT, GPTConfig
+from stretto.ops import all_gather_matmul_gathered
 from stretto.parallel import Grid, no_sync, parallelize
 
 FEW, MANY = 2, 6  # layers of the two models whose times are subtracted
 WARM_UP, REPEATS = 3, 9
+PRODUCT = 4096, 4096  # so large that copy engines gather its rows
 TOKENS = 16  # so few that a GPU has run what is launched before the next is
 
 
@@ -33,6 +35,10 @@ def measure_host_times(grid: Grid, dtype: str) -> dict[str, float]:
         seconds.append(each)
         work.wait()
     own = {"block_forward": forward, "block_backward": backward, "collective": min(seconds[WARM_UP:])}
+    if grid.device.type == "cuda" and dist.get_world_size() > 1:
+        x, weight = torch.zeros(2, *PRODUCT, dtype=TORCH_DTYPES[dtype], device=grid.device)
+        calls = [_time_host(partial(all_gather_matmul_gathered, x, weight), grid.device) for _ in seconds]
+        own["operator"] = min(each for _, each in calls[WARM_UP:])
     of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return {name: max(1e-9, *(each[name] for each in of_ranks)) for name in own}

@@ -67,7 +67,7 @@ class KernelReport:
 def check_kernels(ranks: int, seconds: float) -> KernelReport:
     """Call kernels on ranks of this machine, which share its GPUs if there are fewer; interpreted if there are none.
 
-    No call begins after `seconds`. Raises ChildFailedError if a call raised on a rank.
+    No call begins after `seconds`. Raises RanksFailed if a call raised on a rank.
     """
     seed = random.SystemRandom().randrange(2**31)
     interpreted = {} if count_gpus() else {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -31,7 +31,10 @@ class Command(TyperCommand):
         """Parse a command line as typer does, with these messages, and refuse numbers that nothing can be."""
         try:
             rest = super().parse_args(ctx, list(args))
+            raw = self.make_parser(ctx).parse_args(list(args))[0]
             for parameter in self.get_params(ctx):
+                if raw.get(parameter.name) == "":  # a shell's unset variable, of which a path would be "."
+                    ctx.fail(f"{_shown_name(parameter)} is empty: give it a value, or leave it out.")
                 given = ctx.params.get(parameter.name)
                 for number in given if isinstance(given, list | tuple) else [given]:
                     if isinstance(number, float) and not math.isfinite(number):

@@ -42,7 +42,7 @@ def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
 
 @contextmanager
 def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
-    """End the command with status 2 for a ValueError, whose message is for users, or an OSError."""
+    """End the command with status 2 for a ValueError, whose message is for users, or an OSError; 1 if ranks failed."""
     try:
         yield
     except BrokenPipeError:
@@ -52,6 +52,12 @@ def refusing_bad_input(*, as_json: bool = False) -> Iterator[None]:
         raise fail(f"{where}{error.strerror or error}", BAD_INPUT, as_json=as_json) from error
     except ValueError as error:
         raise fail(str(error), BAD_INPUT, as_json=as_json) from error
+    except RuntimeError as error:
+        from stretto.launch.failures import RanksFailed  # imported where it was raised
+
+        if not isinstance(error, RanksFailed):
+            raise
+        raise fail(str(error), 1, as_json=as_json) from error
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto init`: writes a configuration to start from."""
 
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +50,7 @@ def init(
     if as_json:
         print_json({"file": file})
     else:
-        print(f"wrote {file}: change it as you like, then run `stretto train {file}`")
+        print(f"wrote {file}: change it as you like, then run `stretto train {shlex.quote(str(file))}`")
 
 
 def _fill_in(template: str, name: str, config: dict[str, Any]) -> str:

@@ -40,8 +40,8 @@ class Compilation:
     @property
     def is_for_programs(self) -> bool:
         """True if an option is given that a compiled schedule cannot take."""
-        numbers = (self.ranks, self.nodes, self.gpus, self.sets)
-        return any(numbers) or (self.instances, self.protocol) != (1, "Simple")
+        is_sized = any(size is not None for size in (self.ranks, self.nodes, self.gpus))
+        return is_sized or bool(self.sets) or (self.instances, self.protocol) != (1, "Simple")
 
 
 def is_schedule_file(name: str) -> bool:

@@ -48,9 +48,11 @@ def train(
             config, [*(overrides or []), *(["train.trace=true"] if trace else [])]
         )  # before torch is imported: mistakes are reported immediately
 
+        from stretto.cluster.local_ranks import require_rendezvous
         from stretto.train.preflight import preflight
 
         checked = preflight(requested)
+        require_rendezvous()
 
     from stretto.cli.running import exit_by, is_first, run_training
     from stretto.report import read_metrics, write_report

@@ -29,8 +29,28 @@ class Store(Protocol):
 
 
 def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
-    """True if torchrun, or something similar, has started this process as a rank of a job."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
+    """True if torchrun, or something similar, has started this process as a rank of a job.
+
+    Raises ValueError for variables that no rank has.
+    """
+    rank, world_size = (_integer(environment, name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or world_size is None:
+        return False
+    if rank >= world_size:
+        raise ValueError(f"the environment variable RANK is {rank}, but must be less than WORLD_SIZE, {world_size}")
+    return True
+
+
+def require_rendezvous(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ValueError if a rank's launcher has not set where the ranks meet, as torch's `env://` needs it."""
+    if not is_rank(environment):
+        return
+    address, port = (environment.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not (address and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ValueError(
+            f"RANK and WORLD_SIZE are those of a rank that a launcher has started, but MASTER_ADDR is {address!r} and "
+            f"MASTER_PORT {port!r}, not a host and a port from 1 to 65535: start the ranks by torchrun, or unset RANK"
+        )
 
 
 def count_local_ranks(environment: Mapping[str, str] = os.environ) -> int | None:

@@ -123,11 +123,13 @@ class HostTimes:
     """The host's time to launch kernels and collectives one by one, as an eager step does.
 
     block_forward, block_backward: the passes of one dense transformer block, without collectives. collective: one.
+    operator: one that runs within a product, beside the product itself; without it, as long as two collectives.
     """
 
     block_forward: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
     block_backward: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
     collective: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    operator: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
 
     def __post_init__(self) -> None:
         check(self)

@@ -136,6 +136,10 @@ def describe_signal(number: int) -> str:
     return f"it was killed by {name}{hint}"
 
 
+class RanksFailed(RuntimeError):
+    """Ranks that only measure have failed: which one first, and how."""
+
+
 class RankFailure(RuntimeError):
     """A rank failed. `kind`: how (`Kind`). `reason`: its signal, its exception, or where it is stuck.
 

@@ -59,7 +59,10 @@ def _leave_reporting_to_launcher(kind: type[BaseException], error: BaseException
     file = Path(os.environ[ERROR_FILE])
     try:
         if isinstance(error, Exception):
-            write_error(file, Failure.of_error(int(os.environ["RANK"]), error))
+            failure = Failure.of_error(int(os.environ["RANK"]), error)
+            if failure.is_consequence:
+                counters.mark_failed()  # it has waited for another rank, and now keeps none waiting
+            write_error(file, failure)
     except OSError:  # such as a full disk
         pass
     if not file.exists():

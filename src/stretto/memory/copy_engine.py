@@ -98,7 +98,7 @@ class Driver:
         self._record = _declare(library.cuEventRecord, [ctypes.c_void_p, ctypes.c_void_p])
         self._follow = _declare(library.cuStreamWaitEvent, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint])
         self._await = _declare(library.cuStreamWaitValue32_v2, word)
-        self._write = _declare(library.cuStreamWriteValue32_v2, word)
+        self._clear = _declare(library.cuMemsetD32Async, [ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, word[0]])
 
     def copy(self, destination: int, source: int, size: int, stream: int) -> None:
         """Copy `size` bytes between addresses, in stream order."""
@@ -128,13 +128,19 @@ class Driver:
             raise RuntimeError(f"CUDA error {failed} of a stream's wait for an event")
 
     def await_count(self, address: int, count: int, stream: int) -> None:
-        """Make the stream wait until an int32 has reached `count`, then set it to 0."""
-        failed = self._await(stream, address, count, _AT_LEAST) or self._write(stream, address, 0, 0)
+        """Make the stream wait until an int32 has reached `count`."""
+        failed = self._await(stream, address, count, _AT_LEAST)
         if failed:
             raise RuntimeError(
                 f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that "
                 'a kernel stores do; operators do without them by a plan with transfer="programs"'
             )
+
+    def clear(self, address: int, count: int, stream: int) -> None:
+        """Set `count` int32 words to 0, in stream order."""
+        failed = self._clear(address, 0, count, stream)
+        if failed:
+            raise RuntimeError(f"CUDA error {failed} of setting {count} words to 0")
 
 
 @functools.cache
@@ -157,24 +163,37 @@ def set_flag(word: Tensor, value: Tensor) -> None:
         find_driver().copy(word.data_ptr(), value.data_ptr(), value.element_size(), find_handle(word.device))
 
 
+class _DriverEvent:
+    """An event that the driver records: torch's own call takes the host several times as long."""
+
+    def __init__(self) -> None:
+        self._event, self._handle = torch.cuda.Event(), 0
+
+    def record(self, stream: torch.cuda.Stream) -> int:
+        """Record the event after the work that a stream has so far; returns its handle."""
+        if not self._handle:
+            self._event.record(stream)  # torch creates the event when it is first recorded
+            self._handle = self._event.cuda_event
+        find_driver().record(self._handle, stream.cuda_stream)
+        return self._handle
+
+
 class SideStream:
-    """A side stream for copies, which forks from and joins whichever stream is current."""
+    """A side stream for copies, which forks from and joins whichever stream is current, through the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self._opened, self._joined = torch.cuda.Event(), torch.cuda.Event()
+        self._opened, self._joined = _DriverEvent(), _DriverEvent()
         self._before: list[tuple[int, int, int]] = []
 
     def open(self) -> None:
         """Fork: order later work of this stream after the current stream's work so far."""
-        self._opened.record(find_current(self.device))
-        self.stream.wait_event(self._opened)
+        find_driver().follow(self.stream.cuda_stream, self._opened.record(find_current(self.device)))
 
     def join(self) -> None:
         """Join: order later work of the current stream after this stream's work so far."""
-        self._joined.record(self.stream)
-        find_current(self.device).wait_event(self._joined)
+        find_driver().follow(find_handle(self.device), self._joined.record(self.stream))
 
     def __enter__(self) -> None:
         """Make this the current stream until exit."""

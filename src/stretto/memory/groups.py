@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
+from stretto.cluster.local_ranks import name_node
 from stretto.memory.compilation import limit_of_meeting
 from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import PeerError
@@ -150,6 +151,22 @@ def make_local_group(
             del names[other]
     _next_number = number + 1
     return made
+
+
+def find_nodes(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The number of each rank's node; empty if all ranks are on one. Collective."""
+    names = all_gather_data(name_node(dist.get_rank(), dist.get_world_size()), group, str)
+    order = list(dict.fromkeys(names))
+    return tuple(map(order.index, names)) if len(order) > 1 else ()
+
+
+def make_node_group(
+    group: dist.ProcessGroup, nodes: Sequence[int], backend: str | None, number: int
+) -> dist.ProcessGroup:
+    """Make a group of those ranks that are on this one's node. nodes: each rank's; number: as of `make_local_group`."""
+    here = nodes[group.rank()]
+    near = [dist.get_global_rank(group, rank) for rank, node in enumerate(nodes) if node == here]
+    return make_local_group(near, backend, timedelta(seconds=group_timeout(group)), number)
 
 
 def is_debugging() -> bool:

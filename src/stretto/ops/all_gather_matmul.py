@@ -7,7 +7,7 @@ the library or by a kernel; the two kernels, `all_gather_gemm_by_copies`, whose 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -64,8 +64,8 @@ from stretto.ops.operator import (
     save_operands,
     scatter_sum,
 )
+from stretto.ops.prediction import MAX_PIECES
 
-_MAX_PIECES = 8
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 _SCALES_AT_ONCE = tl.constexpr(256)
@@ -690,7 +690,7 @@ def map_rows(
     """
     assert config.blocks is not None
     # Powers of two, since a kernel is compiled for each of these numbers.
-    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), _MAX_PIECES))
+    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), MAX_PIECES))
     pieces = 1 << (pieces.bit_length() - 1)
     moved = config.blocks.m
     if config.transfer == "programs":
@@ -732,17 +732,25 @@ def push_rows_by_copies(
     So every rank gets its next rank's rows first, which is the order that tiles are multiplied in, and at any time
     every rank pushes to another one. scales: [rows] of fp8, which go before the first piece.
     """
+    given = (x,) if scales is None else (x, scales)
     rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
-    for distance in range(1, world):
-        peer = (rank - distance) % world
-        there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
-        if scales is not None:
-            scales_there = find_gathered_scales(block_channel, rows, k, offset, peer)
-            tiles.rank_copy_data(scales_there, scales, rows=slice(0, rows), to=rank * rows)
-        for piece, start in enumerate(range(0, rows, producer.channel_rows)):
-            part = slice(start, min(start + producer.channel_rows, rows))
-            tiles.rank_copy_data(there, x, rows=part, to=rank * rows + start)
-            tiles.rank_notify(block_channel, rank * producer.channels.value + piece, peer)
+
+    def list_pushes() -> tiles.CopyList:
+        copies = tiles.CopyList(*given)
+        for distance in range(1, world):
+            peer = (rank - distance) % world
+            there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
+            if scales is not None:
+                scales_there = find_gathered_scales(block_channel, rows, k, offset, peer)
+                copies.copy(scales_there, scales, rows=slice(0, rows), to=rank * rows)
+            for piece, start in enumerate(range(0, rows, producer.channel_rows)):
+                part = slice(start, min(start + producer.channel_rows, rows))
+                copies.copy(there, x, rows=part, to=rank * rows + start)
+                copies.notify(block_channel, rank * producer.channels.value + piece, peer)
+        return copies
+
+    key = "pushes", rows, k, x.dtype, len(given), offset, producer.channel_rows, producer.channels.value
+    tiles.find_copies(block_channel, key, list_pushes).run(block_channel, *given)
 
 
 def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
@@ -757,15 +765,28 @@ def copy_out_gathered(
 ) -> None:
     """Copy the gathered rows out of the workspace, which the next call overwrites, concurrently with the GEMM.
 
-    A rank's pieces arrive in stream order, so the signal of its last piece stands for all.
+    A rank's pieces arrive in stream order, so the signal of its last piece stands for all. Shards of one piece each are
+    copied out together, once all are there: that takes little beside the product, or beside transfers on slow links.
     """
-    rank, world, rows = block_channel.rank, block_channel.world_size, x.shape[0]
-    tiles.rank_copy_data(returned, x, rows=slice(0, rows), to=rank * rows)
-    last = divide_up(rows, producer.channel_rows) - 1
-    for distance in range(1, world):
-        peer = (rank + distance) % world
-        tiles.rank_wait(block_channel, peer * producer.channels.value + last, peer)
-        tiles.rank_copy_data(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
+    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
+    last, stride = divide_up(rows, producer.channel_rows) - 1, producer.channels.value
+
+    def list_copies() -> tiles.CopyList:
+        copies = tiles.CopyList(x, returned)
+        copies.copy(returned, x, rows=slice(0, rows), to=rank * rows)
+        if not last:
+            copies.then(lambda channel: tiles.rank_wait_all(channel, last, stride))
+            for part in (slice(0, rank * rows), slice((rank + 1) * rows, world * rows)):
+                copies.copy(returned, gathered, rows=part, to=part.start)
+            return copies
+        for distance in range(1, world):
+            peer = (rank + distance) % world
+            copies.then(partial(tiles.rank_wait, index=peer * stride + last, rank=peer))
+            copies.copy(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
+        return copies
+
+    key = "copied out", rows, k, x.dtype, gathered.data_ptr(), last, stride
+    tiles.find_copies(block_channel, key, list_copies).run(block_channel, x, returned)
 
 
 def _fake_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:

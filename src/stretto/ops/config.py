@@ -21,6 +21,7 @@ from stretto.ops.prediction import (
     NEVER_SLOWER,
     GemmCall,
     Speeds,
+    count_pieces,
     predict_kernel,
     predict_library,
 )
@@ -173,7 +174,7 @@ def require_config(config: KernelConfig) -> None:
             raise ValueError('programs push what a schedule moves: "pull" goes with transfer="copies"')
         raise ValueError('copy engines push: "pull" goes with transfer="programs", or with a schedule')
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
-        if not isinstance(number, int) or not 1 <= number <= 1 << 30:
+        if not isinstance(number, int) or not 1 <= number <= MAX_PIECE_BYTES:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
     if config.blocks is not None:
         _require_blocks(config.blocks)
@@ -202,6 +203,7 @@ MOSTLY_BUSY = 0.7
 a fix-up takes longer than the idle programs cost."""
 
 SCATTER_PIECE_BYTES = 6 << 20
+MAX_PIECE_BYTES = 1 << 30
 COOL_ROWS = 4096
 """Above, a gather is faster in tiles of 128 columns, by two programs on a multiprocessor: power is the limit."""
 
@@ -292,11 +294,12 @@ def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelC
             more = (problem.world - 1) * sums - 2 * (problem.world - 1) * sums // problem.world
             return {"packets": copying._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)}
         case "matmul_reduce_scatter":
-            copying = copying._replace(piece_bytes=SCATTER_PIECE_BYTES)
+            copying = _size_pieces(copying._replace(piece_bytes=SCATTER_PIECE_BYTES), problem, machine)
             storing = copying._replace(transfer="programs")
             if few:
                 return {"packets": storing._replace(exchange="packets")}
             return {"copies": copying, "tiles": storing} if problem.world > 1 else {"tiles": storing}
+    copying = _size_pieces(copying, problem, machine)
     if problem.returns_gathered:
         return {"copies": copying}
     moving = KernelConfig(
@@ -305,6 +308,17 @@ def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelC
         movers=count_usable(problem, machine, "programs"),
     )
     return {"programs": moving} if few else {"copies": copying, "programs": moving}
+
+
+def _size_pieces(config: KernelConfig, problem: GemmProblem, machine: Machine) -> KernelConfig:
+    """The configuration with the largest pieces that hide what copy engines transfer (`count_pieces`)."""
+    if machine.speeds is None:
+        return config
+    assert config.blocks is not None
+    is_gather = problem.operator == "all_gather_matmul"
+    shard = problem.m * (problem.k * problem.dtype.itemsize if is_gather else problem.n * 2) // problem.world
+    count = count_pieces(_describe_call(problem), machine.speeds, machine.processors, config.blocks)
+    return config._replace(piece_bytes=min(max(config.piece_bytes, shard // count), MAX_PIECE_BYTES))
 
 
 def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copies") -> Blocks:

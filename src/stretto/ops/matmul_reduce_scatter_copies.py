@@ -52,10 +52,10 @@ from stretto.ops.gemm import (
     store_tile,
 )
 from stretto.ops.operator import CHANNELS, abandon, count_bytes, find_workspace
+from stretto.ops.prediction import MAX_PIECES
 
 _CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to convert a tile's layout
 _SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
-_MAX_PIECES = 8  # that an owner's tiles are split into, without the last wave's
 _ADDED_ELEMENTS = tl.constexpr(2048)  # of each rank's sums, that a program loads at once
 _ADDING_PROGRAMS = 2  # on a multiprocessor, beside one that multiplies
 _ADDING = 1  # the index of the side stream of sums
@@ -78,6 +78,7 @@ def launch_scatter_by_copies(config: KernelConfig, product: GroupProduct, dtype:
                 tiles.rank_await_count(call.counters, piece.counter, piece.target)
                 call.add(piece.start, piece.stop)
                 added = piece.stop
+            tiles.rank_reset_counts(call.counters, world * call.pieces.number)
     except BaseException:
         abandon(product.group, channel)
         raise
@@ -132,6 +133,7 @@ class _CopyEngineScatter:
         self.programs = min(self.blocks.programs, world * self.tiles_per_owner)
         rank, is_shifted = self.channel.rank, config.is_shifted
         self.schedule = schedule_copies(rank, world, self.tiles_per_owner, self.programs, self.pieces, is_shifted)
+        self.own_partials = self.partials[self.schedule.own * self.tiles_per_owner :]
 
     def begin(self) -> None:
         """Begin the call; from then on peers may push to the receive buffer."""
@@ -156,15 +158,21 @@ class _CopyEngineScatter:
 
         In the order in which they are multiplied, on one stream: concurrent copies are slower.
         """
-        rank = self.channel.rank
+        is_shifted, shape = self.config.is_shifted, self.partials.shape
+        key = shape, self.partials.dtype, self.received_at, self.programs, self.pieces, is_shifted
+        tiles.find_copies(self.channel, key, self._list_pushes).run(self.channel, self.partials)
+
+    def _list_pushes(self) -> tiles.CopyList:
+        rank, copies = self.channel.rank, tiles.CopyList(self.partials)
         for owner, position, pieces in self.schedule.push_order:
             here, there = position * self.tiles_per_owner, find_place(rank, owner, self.world) * self.tiles_per_owner
             received = self.find_received(owner)
             for piece in pieces:
-                tiles.rank_await_count(self.counters, piece.counter, piece.target)
+                copies.await_count(self.counters, piece.counter, piece.target)
                 rows = slice(here + piece.start, here + piece.stop)
-                tiles.rank_copy_data(received, self.partials, rows=rows, to=there + piece.start)
-            tiles.rank_notify(self.channel, rank * self.world + owner, owner)
+                copies.copy(received, self.partials, rows=rows, to=there + piece.start)
+            copies.notify(self.channel, rank * self.world + owner, owner)
+        return copies
 
     def add(self, start: int, stop: int) -> None:
         """Launch the sums of own tiles `start` to `stop` - 1; the first launch waits for the other ranks' pushes."""
@@ -180,7 +188,7 @@ class _CopyEngineScatter:
                 self.begun,
                 map_owners(self.world),
                 self.gemm,
-                self.partials[self.schedule.own * self.tiles_per_owner :],
+                self.own_partials,
                 self.find_received(),
                 self.out,
                 self.bias,
@@ -215,7 +223,7 @@ def size_pieces(tiles_per_owner: int, tile_bytes: int, config: KernelConfig) -> 
     """The sizes of the pieces of `tiles_per_owner` tiles for each owner: of about the configuration's piece_bytes."""
     assert config.blocks is not None
     size = divide_up(
-        tiles_per_owner, max(1, min(tiles_per_owner * tile_bytes // config.piece_bytes, _MAX_PIECES, tiles_per_owner))
+        tiles_per_owner, max(1, min(tiles_per_owner * tile_bytes // config.piece_bytes, MAX_PIECES, tiles_per_owner))
     )
     threads = 1 if tiles.INTERPRETED.value else 32 * config.blocks.num_warps
     return PieceSizes(divide_up(tiles_per_owner, size) + 1, size, threads)

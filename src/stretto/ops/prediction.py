@@ -19,6 +19,12 @@ NEVER_SLOWER = 0.98
 FEW_ROWS = 64
 """Up to so many rows a product takes as long as its weight takes to stream from memory."""
 
+MAX_PIECES = 8
+"""The most pieces in which copy engines transfer a shard, or tiles of an owner's sums beside those of a last wave."""
+
+_AS_FAST = 1.01  # pieces may cost so much, since each takes the host two calls of the driver for every peer
+_SIGNAL = 7e-6  # by which a copy of some bytes delays a copy engine's next one (docs/decisions/011)
+_LATE = 1.5  # times a transfer's seconds at full speed: links may be shared, and peers late
 _FLOPS_A_CLOCK = 4096  # dense, of 16 bits, by one multiprocessor of sm_90; twice as many of 8 bits
 _LINK_BYTES = 25e9  # a second in one direction, of one link of NVLink 2, 3 or 4
 
@@ -111,6 +117,30 @@ def predict_kernel(
     if call.operator == "matmul_all_reduce":
         sent = 2 * sent if shots == 2 else (call.world - 1) * _count_whole(call)
     return product + constants.programs + sent / speeds.link
+
+
+def count_pieces(call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks, constants: Constants = FITTED) -> int:
+    """The fewest pieces, a power of two, in which copy engines transfer a shard, or an owner's sums, without loss.
+
+    Where a shard arrives sooner than the shard before it is multiplied, pieces gain nothing. Where links are slower,
+    what is left after the last transfer is one piece's product, but each piece delays the transfers by its signal.
+    Sums are pushed as they are computed, and own ones are added up piece by piece, the last one under the last wave.
+    """
+    rate, others = _find_rate(call, speeds, constants), call.world - 1
+    product, part = 2 * call.m * call.n * call.k / rate, _count_whole(call) / call.world
+    shard, sent = product / call.world, _LATE * part / speeds.link
+    wave = 2 * blocks.m * blocks.n * call.k * max(blocks.programs, processors) / rate
+    sums = (call.world + 1) * part / (constants.memory * speeds.memory)
+
+    def take(pieces: int) -> float:
+        transfers = shard / pieces + others * (sent + pieces * _SIGNAL)
+        if call.operator == "all_gather_matmul":
+            return max(product, transfers)
+        pushed = max(others * shard + sent / pieces, transfers)
+        return max(pushed + sums, product + max(0.0, sums / pieces - wave))
+
+    times = {1 << power: take(1 << power) for power in range(MAX_PIECES.bit_length())}
+    return next(pieces for pieces, seconds in times.items() if seconds <= _AS_FAST * min(times.values()))
 
 
 def _find_rate(call: GemmCall, speeds: Speeds, constants: Constants) -> float:

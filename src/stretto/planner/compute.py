@@ -362,6 +362,7 @@ def matmul_shapes(models: Sequence[str], batches: Sequence[int], seq_len: int, g
     """
     if bool(models) != bool(batches):
         raise ValueError("--model and --batch go together: the products' sizes follow from both")
+    require_least(1, **{"--seq-len": seq_len})
     shapes: set[tuple[int, int, int]] = set()
     for name in models:
         model = read_architecture(name, seq_len)

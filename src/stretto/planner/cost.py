@@ -124,9 +124,9 @@ class PassTotals(NamedTuple):
     """Seconds of a pass, or of several: computation, waits of the host, and collectives.
 
     x, y, context, expert: all that is sent over an axis; hidden_x, hidden_y, hidden_context: what computation hides of
-    it. gathered: of weights
-    over z; gathered_by_copies: by copy engines. z, hidden_z, slowed: of a pipeline's passes alone, what is sent over z
-    in each of them, and what computation loses beside all that it hides. launches: the host's, while the GPU computes.
+    it. gathered: of weights over z; gathered_by_copies: by copy engines. z: rows of a table; of a pipeline's passes all
+    that is sent over z in each of them, and hidden_z, slowed: what is hidden of it, and what computation loses beside
+    all that it hides. launches: the host's, while the GPU computes.
     """
 
     computation: float = 0.0
@@ -281,9 +281,8 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
         data = sums * chunk.seconds if chunk is not None else 0.0
     (gathers, again), scatters = config.weight_gathers(count), config.gradient_scatters(count)
     sent, of_ends = blocks.forward.plus(blocks.backward), ends.forward.plus(ends.backward)
-    outside = Volume(
-        gathers * of_ends.gathered, scatters * ends.scatter, count * of_ends.y, count * of_ends.x, ends.data
-    )
+    all_gather = gathers * of_ends.gathered + count * of_ends.z  # of weights, and of the rows of a table
+    outside = Volume(all_gather, scatters * ends.scatter, count * of_ends.y, count * of_ends.x, ends.data)
     gathered = gathers * blocks.forward.gathered, again * blocks.backward.gathered
     scattered, rows = scatters * blocks.scatter, count * sent.expert
     over_x, over_y, keys = count * sent.x, count * sent.y, count * sent.context

@@ -123,6 +123,7 @@ class PassRecorder:
 
     def __init__(self) -> None:
         self.steps: list[PassStep] = []
+        self.operators = 0  # products that hide a collective, of which the first part is recorded, and the rest
 
     def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
         """Compute for so many seconds."""
@@ -158,10 +159,13 @@ class PassRecorder:
         if weight is not None:
             self.steps.append(SendGradient(weight))
 
-    def finish(self, kernels: float | None, collective: float | None) -> Pass:
-        """All steps. kernels, collective: seconds in which the host launches all kernels, and each collective."""
+    def finish(self, host: HostTimes, kernels: float | None) -> Pass:
+        """All steps. kernels: seconds in which the host launches all kernels, but those of collectives."""
         if kernels is not None:
-            self.steps.append(LaunchKernels(kernels + sum(map(_is_collective, self.steps)) * (collective or 0.0)))
+            collective = host.collective or 0.0
+            alone = sum(map(_is_collective, self.steps)) - 2 * self.operators
+            operator = 2 * collective if host.operator is None else host.operator
+            self.steps.append(LaunchKernels(kernels + alone * collective + self.operators * operator))
         return tuple(self.steps)
 
 
@@ -351,7 +355,7 @@ class BlockRecord:
                 to.compute("wait for counts of rows", self.experts.host_wait, HOST)
             self._experts(to, self.experts.product, self.experts.forward if exchanges else ((), ()))
         to.compute(OTHER, other)
-        return to.finish(self.host.block_forward, self.host.collective)
+        return to.finish(self.host, self.host.block_forward)
 
     def _backward(self, *, computes_weights: bool) -> Pass:
         to = PassRecorder()
@@ -379,7 +383,7 @@ class BlockRecord:
                 to.run("norm statistics, backward", self.statistics)
         if computes_weights and self._is_gathered_whole:
             self._send_together(to)
-        return to.finish(self.host.block_backward, self.host.collective)
+        return to.finish(self.host, self.host.block_backward)
 
     def _exchange_forward(self, to: PassRecorder, keys: KeysRecord) -> None:
         if keys.exposed is not None:
@@ -424,6 +428,8 @@ class BlockRecord:
     ) -> list[int | None]:
         """Record a product, what brings its operand, and the sums of its result. Returns what is not waited for yet."""
         name, seconds, hides = product.name, 0.0 if is_kept else product.seconds, self.options.overlap.hides_any
+        tiled = product.gathered if exchanges and product.gathered is not None else product.scattered if sums else None
+        to.operators += hides and tiled is not None and tiled.rest is not None
         if exchanges and product.gathered is not None:
             # The first tiles wait for one rank's part, while the others are gathered concurrently.
             to.run(f"gather for {name}", product.gathered.first)

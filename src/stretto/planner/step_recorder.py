@@ -313,18 +313,24 @@ class _WorkloadRecorder:
     def _embedding(self, model: Architecture, casts: tuple[float, float]) -> EndRecord:
         """The embeddings: looked up where x has the rows, and summed over x, or scattered where tokens are sharded.
 
-        model: the first stage. Of a model that is sharded by blocks, all of it that is in no block is one.
+        Where copy engines gather weights, the tokens' rows are read from the z ranks that have them: no rank gathers
+        the table. Its gradient is sent whole, by the library. model: the first stage. Of a model that is sharded by
+        blocks, all of it that is in no block is one.
         """
         grid = self.config.grid
         if model.is_sharded_by_blocks:
             return _record_end((), (), self._weight(WeightTraffic.of(model.outside_parameters, grid)), casts=casts)
-        table = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid))
+        table, rows = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid)), None
+        if self.gathers_by_engine and table.gather is not None and table.scatter is not None:
+            looked_up = self.tokens / grid.x * model.hidden / grid.y * self.workload.element
+            rows = self._over("all_gather", "z", (grid.z - 1) / grid.z * looked_up)
+            table = replace(table, gather=None, scatter=table.scatter._replace(by_copy_engine=False))
         half = self._half_over_x()
         if self.config.token_parts > 1:
             kind, parts = ("all_reduce", 2) if model.shards_tokens_of_blocks else ("reduce_scatter", 1)
             summed, gathered = self._over(kind, "x", parts * half), self._over("all_gather", "x", half)
-            return _record_end([summed], [gathered], table, casts=casts)
-        return _record_end([self._over("all_reduce", "x", 2 * half)], (), table, casts=casts)
+            return _record_end([rows, summed], [gathered], table, casts=casts)
+        return _record_end([rows, self._over("all_reduce", "x", 2 * half)], (), table, casts=casts)
 
     def _head(self, end: StepWorkload) -> EndRecord:
         """The final norm, the head and the loss. end: the workload of the last stage."""

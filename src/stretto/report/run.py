@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from stretto.atomic_files import write_atomically
@@ -328,8 +329,8 @@ def _checkpoint(run: RunRecord) -> str:
     return (
         f"## Checkpoint\n\n`{checkpoint}`. To continue, on this grid or another "
         "(`--set ranks=... --set grid.x=...`):\n\n"
-        f"```sh\nstretto train {run.out / 'config.toml'} --set train.resume=latest{longer}\n```\n\n"
-        f"To use the weights elsewhere:\n\n```sh\nstretto export {run.out} --to model.safetensors\n```"
+        f"```sh\nstretto train {quote(str(run.out / 'config.toml'))} --set train.resume=latest{longer}\n```\n\n"
+        f"To use the weights elsewhere:\n\n```sh\nstretto export {quote(str(run.out))} --to model.safetensors\n```"
     )
 
 

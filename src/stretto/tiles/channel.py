@@ -57,8 +57,9 @@ class BlockChannel:
     Calls run one after another, on one stream, in the same order on all ranks. Create a channel with `allocate`.
 
     distances: bytes from this rank's buffer to each rank's, as they are mapped here. launch: launches the channel's
-    kernels. limit: of the calls' waits. open_side_streams: the side streams that the current call has used. is_open:
-    kernels on them use the call's signals, so that `begin` joins them if nobody has, as after an error.
+    kernels. limit: of the calls' waits. copy_lists: see `tiles.find_copies`. open_side_streams: the side streams that
+    the current call has used. is_open: kernels on them use the call's signals, so that `begin` joins them if nobody
+    has, as after an error.
     """
 
     def __init__(self, memory: SymmetricMemory, channels: int, peer_tiles: int, timeout: float) -> None:
@@ -85,6 +86,7 @@ class BlockChannel:
         self.launch = Launches(self.limit.allow_loading)
         self._tensors: dict[Hashable, Tensor] = {}
         self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.copy_lists: dict[Hashable, Any] = {}
         self._described: dict[tuple[str, str, bool], Channel] = {}
         self._current: Channel | None = None
         self._sides: dict[int, SideStream] = {}
@@ -333,7 +335,7 @@ class BlockChannel:
         """Free the memory; no kernel of this channel may still be running."""
         self._signals = []
         self._current = None
-        for known in (self._described, self.launch, self._tensors, self._notified):
+        for known in (self._described, self.launch, self._tensors, self._notified, self.copy_lists):
             known.clear()
         self._record.close()
         self._memory.close()

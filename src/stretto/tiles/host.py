@@ -7,13 +7,17 @@ that CUDA graphs replay), a wait as a kernel of one block. On the host backend t
 
 import contextlib
 import ctypes
+from collections.abc import Callable, Hashable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stretto.memory.copy_engine import find_driver, find_handle, set_flag
 from stretto.tiles.channel import BlockChannel
 from stretto.tiles.signals import wait_for_all, wait_for_channel
+
+_MAX_LISTS = 1024  # of copies, that a channel knows
 
 
 def copy_engine(
@@ -50,6 +54,85 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
     dtype, device and shape; with `rows`, their numbers of rows may differ. They are contiguous or, without `rows`,
     matrices with contiguous rows, as copy engines take them. ValueError for others, and for rows out of range.
     """
+    if _are_whole(destination, source, rows):
+        there, here, size = _find_ends(destination, source, rows, to)
+        if size:
+            copy, stream = _find_copy(source.device)
+            copy(there, here, size, stream)
+    else:
+        _copy_matrix(destination, source)
+
+
+class CopyList:
+    """Copies, signals and other steps that a call enqueues on one stream: checked, and their addresses found, once.
+
+    `copy`, `notify` and `await_count` add what the functions of that name do at once, `then` another step; `run`
+    enqueues all of it, in that order. given: tensors that each call gives anew, contiguous and of the same shapes and
+    dtypes. Ends of copies in other tensors, as in a channel's buffer, keep their addresses. `find_copies` keeps lists.
+    """
+
+    def __init__(self, *given: Tensor) -> None:
+        self._given = [(one.data_ptr(), one.nbytes) for one in given]
+        self._copies: list[tuple[int, int, int, int, int]] = []
+        self._others: list[Callable[[BlockChannel], None]] = []
+
+    def copy(self, destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:
+        """Add a copy, as by `rank_copy_data`, of contiguous tensors."""
+        if not _are_whole(destination, source, rows):
+            raise ValueError("the copies of a list have contiguous ends: call rank_copy_data for other matrices")
+        there, here, size = _find_ends(destination, source, rows, to)
+        if size:
+            self._copies.append((*self._relate(there), *self._relate(here), size))
+
+    def notify(self, channel: BlockChannel, index: int, rank: int) -> None:
+        """Add a signal, as by `rank_notify`."""
+        _require_inside(channel, index, rank)
+        word, value = channel.notified_words(index, rank)
+        if channel.device.type == "cpu":
+            self.then(lambda _: set_flag(word, value))
+        else:
+            self._copies.append((0, word.data_ptr(), 0, value.data_ptr(), value.element_size()))
+
+    def await_count(self, counters: Tensor, index: int, count: int) -> None:
+        """Add a wait, as by `rank_await_count`."""
+        self.then(lambda _: rank_await_count(counters, index, count))
+
+    def then(self, step: Callable[[BlockChannel], None]) -> None:
+        """Add a call of `step` with the channel."""
+        self._copies.append((0, len(self._others), 0, 0, 0))
+        self._others.append(step)
+
+    def run(self, channel: BlockChannel, *given: Tensor) -> None:
+        """Enqueue all steps on the current stream. given: the call's tensors, in the order of the list's."""
+        channel.current  # noqa: B018  (it raises)
+        starts = (0, *[one.data_ptr() for one in given])
+        copy, stream = _find_copy(channel.device)
+        for there, target, here, source, size in self._copies:
+            if size:
+                copy(starts[there] + target, starts[here] + source, size, stream)
+            else:
+                self._others[target](channel)
+
+    def _relate(self, address: int) -> tuple[int, int]:
+        """(number of the given tensor that the address is in, distance from its beginning); (0, address) if in none."""
+        for number, (start, size) in enumerate(self._given, start=1):
+            if start <= address < start + size:
+                return number, address - start
+        return 0, address
+
+
+def find_copies(channel: BlockChannel, key: Hashable, make: Callable[[], CopyList]) -> CopyList:
+    """Find or make the channel's list of this key: everything that its steps depend on, but the given tensors."""
+    found: CopyList | None = channel.copy_lists.get(key)
+    if found is None:
+        if len(channel.copy_lists) == _MAX_LISTS:
+            channel.copy_lists.clear()
+        found = channel.copy_lists[key] = make()
+    return found
+
+
+def _are_whole(destination: Tensor, source: Tensor, rows: slice | None) -> bool:
+    """True for a copy of contiguous tensors, False for one of matrices with contiguous rows. ValueError for others."""
     first_dim = 0 if rows is None else 1
     if (
         min(destination.dim(), source.dim()) < first_dim
@@ -62,30 +145,36 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
             f"{destination.device} and {list(source.shape)} {source.dtype} on {source.device}"
         )
     if destination.is_contiguous() and source.is_contiguous():
-        _copy_rows(destination, source, rows, to)
-    elif rows is None and all(end.dim() == 2 and end.stride(1) == 1 for end in (destination, source)):
-        _copy_matrix(destination, source)
-    else:
-        raise ValueError(
-            "a copy engine copies contiguous tensors, or matrices of contiguous rows: copy row by row, or call "
-            "contiguous() on the source"
-        )
+        return True
+    if rows is None and all(end.dim() == 2 and end.stride(1) == 1 for end in (destination, source)):
+        return False
+    raise ValueError(
+        "a copy engine copies contiguous tensors, or matrices of contiguous rows: copy row by row, or call "
+        "contiguous() on the source"
+    )
 
 
-def _copy_rows(destination: Tensor, source: Tensor, rows: slice | None, to: int) -> None:
+def _find_ends(destination: Tensor, source: Tensor, rows: slice | None, to: int) -> tuple[int, int, int]:
+    """(address to copy to, address to copy from, bytes) of contiguous tensors, or of some rows of theirs."""
     there, here, size = destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
-    if rows is not None:
-        start, stop, count = rows.start or 0, source.shape[0] if rows.stop is None else rows.stop, source.shape[0]
-        if rows.step not in (None, 1) or not (
-            0 <= start <= stop <= count and 0 <= to <= len(destination) - stop + start
-        ):
-            raise ValueError(f"{rows} of {count} rows cannot go to row {to} on of {len(destination)}")
-        row = size // max(count, 1)
-        there, here, size = there + to * row, here + start * row, (stop - start) * row
-    if source.device.type == "cpu":
-        ctypes.memmove(there, here, size)
-    elif size:
-        find_driver().copy(there, here, size, find_handle(source.device))
+    if rows is None:
+        return there, here, size
+    start, stop, count = rows.start or 0, source.shape[0] if rows.stop is None else rows.stop, source.shape[0]
+    if rows.step not in (None, 1) or not (0 <= start <= stop <= count and 0 <= to <= len(destination) - stop + start):
+        raise ValueError(f"{rows} of {count} rows cannot go to row {to} on of {len(destination)}")
+    row = size // max(count, 1)
+    return there + to * row, here + start * row, (stop - start) * row
+
+
+def _find_copy(device: torch.device) -> tuple[Callable[[int, int, int, int], Any], int]:
+    """A function (to, from, bytes, stream) that copies between addresses, and the current stream's handle."""
+    if device.type == "cpu":
+        return _copy_at_once, 0
+    return find_driver().copy, find_handle(device)
+
+
+def _copy_at_once(there: int, here: int, size: int, _: int) -> None:
+    ctypes.memmove(there, here, size)
 
 
 def _copy_matrix(destination: Tensor, source: Tensor) -> None:
@@ -133,7 +222,7 @@ def _launch_wait(channel: BlockChannel, kernel: Any, *numbers: int) -> None:
 
 
 def rank_await_count(counters: Tensor, index: int, count: int) -> None:
-    """Make the stream wait until counters[index] (int32) has reached `count`, then set it to 0.
+    """Make the stream wait until counters[index] (int32) has reached `count`; `rank_reset_counts` ends such waits.
 
     It waits for `producer_tile_count` on this GPU, in a kernel that must not wait for other ranks, so there is no
     timeout. The GPU's front end waits, because a waiting kernel might not fit on the GPU next to the one that counts.
@@ -144,8 +233,14 @@ def rank_await_count(counters: Tensor, index: int, count: int) -> None:
         find_driver().await_count(address, count, find_handle(counters.device))
     elif counters[index].item() != count:
         raise RuntimeError(f"{counters[index].item()} was counted, and not {count}")
+
+
+def rank_reset_counts(counters: Tensor, count: int) -> None:
+    """Set the first `count` counters to 0, in stream order: after the last wait for each that a kernel counted."""
+    if counters.device.type != "cpu":
+        find_driver().clear(counters.data_ptr(), count, find_handle(counters.device))
     else:
-        counters[index] = 0
+        counters[:count] = 0
 
 
 def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:

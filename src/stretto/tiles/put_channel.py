@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`PutChannel`, on the host: the pinned slots, FIFO and signals through which kernels put slices to other ranks."""
 
-import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 
 import torch
@@ -11,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory import MAX_BYTES, MAX_SIGNALS, HostMemory, PeerError, failures, find_own_rank, group_timeout
-from stretto.memory.network.descriptors import CAPACITY, WORDS, Fifo
+from stretto.memory.network.descriptors import CAPACITY
 from stretto.memory.network.endpoint import Endpoint
 from stretto.memory.network.frames import MAX_PUT_BYTES
-from stretto.memory.pinned import pin_shared
+from stretto.memory.pinned_puts import PinnedPuts
 from stretto.tiles.call_state import WaitLimit, make_state
 from stretto.tiles.intrinsics import INTERPRETED, register_record
 from stretto.tiles.launches import kind_of, launch_kernel
@@ -40,12 +39,7 @@ class PutChannel:
         self.slots, self.slot_bytes, self.slices, self.device = slots, slot_bytes, slices, device
         self._memory = memory
         self._endpoint = memory.endpoint
-        whole = memory.whole()
-        is_on_gpu = device.type == "cuda"
-        unpin = pin_shared(whole, device) if is_on_gpu else None
-        words = torch.zeros(CAPACITY * WORDS, dtype=torch.int64, pin_memory=is_on_gpu)
-        tail = torch.zeros(1, dtype=torch.int64, pin_memory=is_on_gpu)
-        self._fifo = Fifo(words.view(CAPACITY, WORDS), tail)
+        pinned = self._pinned = PinnedPuts(memory, device)
         state = make_state(0, device)
         self.limit = WaitLimit(state, timeout)
         self._operators: list[str] = []
@@ -53,7 +47,6 @@ class PutChannel:
         describe = partial(_describe_failure, self._endpoint, self._operators)
         self._record = failures.register(self, describe, device)
         register_record(self._record.words.data_ptr(), self)
-        pad = whole[: 4 * self.world_size * (slices + slots)].view(torch.int32)
         self._arguments = (
             self.rank,
             tl.constexpr(self.world_size),
@@ -64,20 +57,17 @@ class PutChannel:
             memory.region,
         )
         self._tensors = (
-            pad,
+            pinned.signals,
             memory.buffer(),
-            words,
-            tail,
-            torch.zeros(2, dtype=torch.int64, device=device),
+            pinned.words,
+            pinned.tail,
+            pinned.tickets,
             torch.zeros(self.world_size * slots, dtype=torch.int32, device=device),
             torch.zeros(self.world_size * slices, dtype=torch.int32, device=device),
             state,
             self._record.words,
             self._record.failed,
         )
-        self._endpoint.proxy.add_fifo(self._fifo, True)
-        self._finalizer = weakref.finalize(self, _release, self._endpoint, self._fifo, memory, unpin)
-        self._finalizer.atexit = False
 
     @classmethod
     def allocate(
@@ -155,9 +145,7 @@ class PutChannel:
     def check(self) -> None:
         """Raise PeerError if a wait of this process has failed, or a peer can be put to no more."""
         failures.check()
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                self._endpoint.check(peer)
+        self._pinned.check()
 
     def require_own(self, address: int) -> None:
         """Accept any address: puts name offsets, which the proxy checks."""
@@ -200,21 +188,13 @@ class PutChannel:
     def close(self) -> None:
         """Free the memory; no kernel of this channel may still be running."""
         self._record.close()
-        self._finalizer()
+        self._pinned.close()
 
     def __enter__(self) -> "PutChannel":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _release(endpoint: Endpoint, fifo: Fifo, memory: HostMemory, unpin: Callable[[], None] | None) -> None:
-    """Free a channel's memory, once the device has ended its kernels and the proxy reads its FIFO no more."""
-    if unpin is not None:
-        unpin()
-    endpoint.proxy.remove_fifo(fifo)
-    memory.close()
 
 
 def _describe_failure(endpoint: Endpoint, operators: Sequence[str], words: Sequence[int]) -> str:

@@ -3,7 +3,6 @@
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from tests.collectives.backend import operations
+from tests.processes import find_free_port
 
 from stretto.collectives import call_counts, install
 from stretto.collectives.algorithms import find
@@ -91,10 +91,7 @@ def test_a_sharded_tensor_is_gathered_where_torch_knows_no_gpus(ranks, tmp_path)
 @pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_a_script_under_torchrun_needs_nothing_but_the_backends_name(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={find_free_port()}"]
     command += ["--log-dir", str(tmp_path)]  # it leaves its own behind
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

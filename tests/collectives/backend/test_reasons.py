@@ -2,11 +2,13 @@
 """The reason for a call's plan, of the device's own choice too: logged once for equal calls."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from stretto.collectives.algorithms import find
+from stretto.collectives.backend import cuda_runner
 from stretto.collectives.backend.calls import BackendCall
 from stretto.collectives.backend.cuda_runner import CudaRunner, _find_buffers
 from stretto.collectives.backend.dispatcher import Dispatcher
@@ -62,6 +64,27 @@ def test_calls_left_to_nccl_on_gpus_have_a_reason(inputs, outputs, note, why, mo
     runner = CudaRunner(Member(0, 1, "g"))
     found = runner.start_fastest(BackendCall("allreduce", tuple(outputs), tuple(inputs), "sum", 0, 1.0, note))
     assert found == (None, "", why, False)
+
+
+def test_on_several_nodes_a_schedule_that_is_installed_puts_and_nccl_runs_the_rest(monkeypatch):
+    """Also where a call came first, before which no GPU could have run a schedule."""
+
+    def find_obstacle(group, device, *, needs_atomics, puts_between_nodes):
+        return None if puts_between_nodes else "its ranks are on 2 nodes"
+
+    installed = find("direct-all-gather").compile(ranks=2)
+    workspace = SimpleNamespace(require_lines_for=lambda protocol, name: None, nodes=(0, 1))
+    monkeypatch.setattr(cuda_runner.SchedulePuts, "allocate", lambda *arguments: arguments)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda_runner.c10d, "_resolve_process_group", lambda name: name)
+    monkeypatch.setattr(cuda_runner, "find_obstacle", find_obstacle)
+    monkeypatch.setattr(cuda_runner, "CudaCommunicator", lambda group: SimpleNamespace(workspace=workspace))
+    runner = CudaRunner(Member(0, 2, "g"))
+    call = BackendCall("allreduce", (torch.zeros(4),), (torch.zeros(4),), "sum", 0, 1.0)
+    assert runner.start_fastest(call) == (None, "", "its ranks are on 2 nodes", False)
+    runner.prepare(installed, None, 1.0)
+    assert runner._puts == {id(installed): (installed, workspace, 1 << 16)}
 
 
 @pytest.mark.parametrize(

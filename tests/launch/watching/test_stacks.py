@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from tests.processes import LIMIT
 
 from stretto import counters
 from stretto.launch.watching import ranks as ranks_module
@@ -104,7 +105,7 @@ def no_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def eventually(look: Callable[[], Found]) -> Found:
     """Wait until `look` returns something, and return it."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + LIMIT
     while not (found := look()):
         assert time.monotonic() < deadline
     return found

@@ -37,6 +37,7 @@ GRIDS = [
     (1, 1, 1, 8),
     (8, 1, 1, 1),
 ]
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @dataclass(frozen=True)
@@ -196,14 +197,14 @@ def observe_two_depths(sizes: Sizes, config: GPTConfig, options: Options) -> tup
 
 
 @pytest.mark.long
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("sizes", "model", "reshard"),
     [
-        *((sizes, "gpt2-like", "after_backward") for sizes in GRIDS[::2]),
-        *((sizes, "llama-like", "after_forward") for sizes in GRIDS[1::2]),
-        ((1, 2, 2, 2), "llama-like", "after_forward"),
-        ((2, 2, 2, 1), "gpt2-like", "after_backward"),
+        ((1, 2, 1, 2), "llama-like", "after_forward"),
+        *(pytest.param(sizes, "gpt2-like", "after_backward", marks=EXHAUSTIVE) for sizes in GRIDS[::2]),
+        *(pytest.param(sizes, "llama-like", "after_forward", marks=EXHAUSTIVE) for sizes in GRIDS[1::2]),
+        pytest.param((1, 2, 2, 2), "llama-like", "after_forward", marks=EXHAUSTIVE),
+        pytest.param((2, 2, 2, 1), "gpt2-like", "after_backward", marks=EXHAUSTIVE),
     ],
     ids=str,
 )
@@ -349,8 +350,9 @@ def forward_messages(config: GPTConfig, sizes: Sizes, only_last: bool = False) -
 
 
 @pytest.mark.long
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [(2, 2, 1, 2), (2, 1, 2, 2), (4, 2, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1, 1, 2), *(pytest.param(each, marks=EXHAUSTIVE) for each in [(2, 2, 1, 2), (2, 1, 2, 2)])], ids=str
+)
 def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
     print(f"seed {SEED}")
     whole_ranks = ranks(prod(sizes)).run(observe, sizes, LLAMA, Options())
@@ -360,8 +362,9 @@ def test_micro_batches_reduce_gradients_over_data_once_a_step(ranks, sizes):
 
 
 @pytest.mark.long
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("sizes", [(1, 2, 2, 2), (2, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 1, 2), *(pytest.param(each, marks=EXHAUSTIVE) for each in [(1, 2, 2, 2), (2, 1, 2, 2)])], ids=str
+)
 def test_in_bf16_weights_and_activations_are_sent_in_two_bytes(ranks, sizes):
     print(f"seed {SEED}")
     sent = messages_of_linears(LLAMA, sizes)

@@ -217,7 +217,7 @@ def test_ranks_of_z_that_run_other_submodules_raise_an_error_that_names_them(ran
 
 def errors_of_a_rank_that_looks_while_the_other_agrees() -> str:
     """What is said where one rank finds another's first pass to differ, and this one waits for it to agree."""
-    grid = Grid(z=2, timeout=4)
+    grid = Grid(z=2, timeout=60)
     order, barrier = RankOrder(grid.group("z"), "weights over z"), torch.distributed.barrier
     order.begin("forward")
     with mock.patch.object(order, "_compare_one"):  # which both have come to, and whose end one has not seen yet

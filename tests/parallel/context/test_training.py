@@ -74,7 +74,7 @@ LARGE = pytest.mark.exhaustive
         pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LARGE),
         pytest.param("llama-like", {"context": 4}, marks=LONG),
         pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LARGE),
-        pytest.param("checkpointed", {"context": 2, "y": 2}, marks=LONG),
+        pytest.param("checkpointed", {"context": 2, "y": 2}, marks=LARGE),
         pytest.param("sharded sequence", {"context": 2, "x": 2}, marks=LONG),
         *(
             pytest.param(variant, sizes, marks=LARGE)
@@ -107,7 +107,7 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
             pytest.param(experts.Run(grid, options), marks=mark)
             for grid, options, mark in (
                 ({"context": 2, "z": 2, "expert": 2}, {}, LONG),
-                ({"context": 2, "x": 2}, {}, LONG),
+                ({"context": 2, "x": 2}, {}, LARGE),
                 ({"context": 4}, {}, LARGE),
                 ({"context": 2, "x": 2, "data": 2, "expert": 4, "expert_tensor": "fold"}, {}, LARGE),
                 ({"context": 2, "x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}, LARGE),

@@ -38,7 +38,8 @@ def train(
     for step in range(STEPS):
         losses_of_step = []
         for number in range(passes):
-            tokens = torch.randint(config.vocab, (2, 16), generator=generator) // 3  # few words, and so few experts
+            # Few words, and so few experts: others in each step.
+            tokens = torch.randint(config.vocab, (2, 16), generator=generator) // 3 + 13 * step
             with no_sync(model) if number < passes - 1 else nullcontext():
                 losses_of_step.append(model(tokens, tokens))
                 balance_experts(model, replicas)

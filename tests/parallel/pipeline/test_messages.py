@@ -16,6 +16,7 @@ from stretto.parallel.pipeline.messages import MessageKey
 from stretto.parallel.pipeline.shared_memory_transport import SharedMemoryTransport
 from stretto.parallel.pipeline.transports import make_transport
 from tests.parallel.pipeline.gpu_fakes import FakeNCCLTransport, LateTransport
+from tests.processes import LIMIT
 
 TRANSPORTS = {
     "gloo": GlooTransport,
@@ -205,7 +206,7 @@ def send_before_taking(kind):
             for place in range(3):
                 transport.send(0, number(place), [torch.ones(5 << 20)])
         if rank == 0:
-            store.wait(["rank 1 has ended its step"], timedelta(seconds=20))
+            store.wait(["rank 1 has ended its step"], timedelta(seconds=LIMIT))
             for place in range(3):
                 assert transport.take(number(place))[0].eq(1).all()
         transport.end_step()

@@ -208,7 +208,7 @@ def _train_while_it_is_written(config: TrainConfig, rank: int, fail: Callable[[]
 
     def raise_or_draw(sampler: Sampler, number: int) -> Any:
         if number == 3 and dist.get_rank() == rank:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + LIMIT
             while not list(config.out.glob("checkpoints/.step-*.writing")):
                 if time.monotonic() > deadline:  # the write has failed: its error is raised in the next step
                     return indices(sampler, number)

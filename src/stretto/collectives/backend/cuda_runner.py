@@ -26,8 +26,9 @@ from stretto.collectives.backend.native import make_enqueued_work, make_work, pr
 from stretto.collectives.backend.runner import FastestRun, Member
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, Kernel
 from stretto.collectives.executor.cuda.fused.kernel import FusedScheduleKernel
-from stretto.collectives.executor.cuda.interpreter import InterpretedSchedule
+from stretto.collectives.executor.cuda.interpreter import DEFAULT_TILE_BYTES, InterpretedSchedule
 from stretto.collectives.executor.cuda.nvrtc import launch_addresses
+from stretto.collectives.executor.cuda.puts import SchedulePuts
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import EndOfCall
 from stretto.collectives.executor.layout import overlap
@@ -43,7 +44,9 @@ logger = logging.getLogger("stretto.collectives")
 
 
 class CudaRunner:
-    """Runner for CUDA tensors. Each rank has a GPU, all in one machine, and all access each other's memory.
+    """Runner for CUDA tensors. Each rank has a GPU, and GPUs of one node access each other's memory.
+
+    Between nodes it runs installed schedules alone, whose kernels put.
 
     fast: what launches calls again that were made before (native/fast_calls.hpp); None: nothing does.
     """
@@ -55,6 +58,7 @@ class CudaRunner:
         self._obstacle: str | None = "the group has one rank" if member.size < 2 else None
         self._schedules: dict[int, Schedule] = {}
         self._tile_bytes: dict[int, int] = {}
+        self._puts: dict[int, SchedulePuts] = {}  # between nodes
         self._kernels: dict[tuple[int, str, str], FusedScheduleKernel | InterpretedSchedule] = {}
         self._of_graphs: dict[int, object] = {}  # kernels that graphs replay, even of discarded schedules
         self._lock = threading.RLock()  # of a call, and of what it leaves to the next: the last call's end, parameters
@@ -75,13 +79,18 @@ class CudaRunner:
         self, schedule: Schedule, group: dist.ProcessGroup | None, timeout: float, tile_bytes: int | None = None
     ) -> None:
         """Check that the group's GPUs can run the schedule. Its kernel is compiled at the first call."""
-        communicator = self._communicator_or_none()
+        if self._communicator is None and self._member.size > 1:
+            self._obstacle = None  # of the library's calls: a schedule puts to other nodes
+        communicator = self._communicator_or_none(puts_between_nodes=True)
         if communicator is None:
             raise ValueError(f"no schedule runs on this group's GPUs: {self._obstacle}")
         communicator.workspace.require_lines_for(schedule.protocol, schedule.name)
         self._schedules[id(schedule)] = schedule
         if tile_bytes is not None:
             self._tile_bytes[id(schedule)] = tile_bytes
+        if communicator.workspace.nodes:
+            size = DEFAULT_TILE_BYTES if tile_bytes is None else tile_bytes
+            self._puts[id(schedule)] = SchedulePuts.allocate(schedule, communicator.workspace, size)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
         """Enqueue the schedule's kernels and all copies."""
@@ -202,6 +211,7 @@ class CudaRunner:
             end.synchronize()
         self._schedules.pop(id(schedule))
         self._tile_bytes.pop(id(schedule), None)
+        self._puts.pop(id(schedule), None)
         self._kernels = {key: kernel for key, kernel in self._kernels.items() if key[0] != id(schedule)}
 
     def close(self, seconds: float) -> None:
@@ -215,6 +225,7 @@ class CudaRunner:
             torch.cuda.synchronize(self._communicator.workspace.device)
         self._kernels.clear()
         self._of_graphs.clear()
+        self._puts.clear()
         self._schedules.clear()
         if self._communicator is not None:
             failures.keep_unseen()
@@ -253,13 +264,15 @@ class CudaRunner:
                 self._fast.follow(workspace.last_stream, work.end)
         return work
 
-    def _communicator_or_none(self) -> CudaCommunicator | None:
-        """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together."""
+    def _communicator_or_none(self, *, puts_between_nodes: bool = False) -> CudaCommunicator | None:
+        """The communicator, made at the first use by all ranks together; None where the GPUs cannot work together.
+
+        puts_between_nodes: whether they can on several nodes.
+        """
         if self._communicator is None and self._obstacle is None:
             group = c10d._resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-            self._obstacle = find_obstacle(
-                group, torch.device("cuda", torch.cuda.current_device()), needs_atomics=False
-            )
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._obstacle = find_obstacle(group, device, needs_atomics=False, puts_between_nodes=puts_between_nodes)
             if self._obstacle is None:
                 self._communicator = CudaCommunicator(group)
                 self._open_fast_calls(self._communicator)
@@ -289,16 +302,17 @@ class CudaRunner:
                 )
             variant = Variant(dtype, reduction, schedule.protocol)
             workspace = self._communicator.workspace
-            if (tile_bytes := self._tile_bytes.get(id(schedule))) is not None:
-                self._kernels[key] = InterpretedSchedule(
-                    schedule, workspace, variant, in_place=in_place, tile_bytes=tile_bytes
-                )
-                return self._kernels[key]
-            try:
-                self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
-            except ValueError as error:
-                logger.debug("%s runs by the interpreter: %s", schedule.name, error)
-                self._kernels[key] = InterpretedSchedule(schedule, workspace, variant, in_place=in_place)
+            tile_bytes, puts = self._tile_bytes.get(id(schedule)), self._puts.get(id(schedule))
+            if tile_bytes is None and puts is None:
+                try:
+                    self._kernels[key] = FusedScheduleKernel(schedule, workspace, variant, in_place=in_place)
+                    return self._kernels[key]
+                except ValueError as error:
+                    logger.debug("%s runs by the interpreter: %s", schedule.name, error)
+            size = DEFAULT_TILE_BYTES if tile_bytes is None else tile_bytes
+            self._kernels[key] = InterpretedSchedule(
+                schedule, workspace, variant, in_place=in_place, tile_bytes=size, puts=puts
+            )
         return self._kernels[key]
 
 

@@ -133,7 +133,7 @@ def make_plan(
     tile_elements = max(min(tile_bytes // dtype.itemsize, layout.chunk_elements), 1)
     for rank in range(collective.ranks):
         _check_rank(schedule, collective, rank)
-    connections, buffer_bytes = _lay_out_connections(schedule, tile_elements * dtype.itemsize, slots)
+    connections, buffer_bytes = lay_out_connections(schedule, tile_elements * dtype.itemsize, slots)
     return ExecutionPlan(
         schedule,
         collective,
@@ -206,12 +206,13 @@ def _find_bad_chunks(step: Step, collective: Collective, schedule: Schedule, ran
     return None
 
 
-def _lay_out_connections(
+def lay_out_connections(
     schedule: Schedule, chunk_tile_bytes: int, slots: int
 ) -> tuple[dict[tuple[int, int, int], FifoConnection], int]:
     """Lay out all connections, by (sender, receiver, channel), and find the bytes of the rank with the largest FIFOs.
 
-    Raises ValueError if two thread blocks share a direction of one, or its sends do not match its receives.
+    chunk_tile_bytes: of a tile of a chunk. Raises ValueError if two thread blocks share a direction of one, or its
+    sends do not match its receives.
     """
     sends: dict[tuple[int, int, int], list[int]] = {}
     receives: dict[tuple[int, int, int], list[int]] = {}

@@ -109,7 +109,20 @@ class Peers(NamedTuple):
         channel = workspace.channel
         slot, offset = 0 if workspace.slots == 2 else None, area * area_bytes
         mapping = tiles.shard_tiles(1, channel.world_size, 1)
-        rest = channel.rank % self.degree
+        key = rows.shape, rows.stride(), rows.dtype, self.room, self.degree, offset, tuple(sends), tuple(lands)
+
+        def list_copies() -> tiles.CopyList:
+            copies = tiles.CopyList(rows)
+            for distance in range(1, channel.world_size):
+                peer = (channel.rank - distance) % channel.world_size
+                if peer % self.degree == channel.rank % self.degree:
+                    there = channel.tensor(shape, rows.dtype, offset=offset, rank=peer)
+                    to = lands[peer // self.degree]
+                    for part in sends[peer // self.degree]:
+                        copies.copy(there, rows, rows=slice(*part), to=to)
+                        to += count_rows(part)
+                copies.notify(channel, channel.rank, peer)
+            return copies
 
         def push() -> Tensor:
             with tiles.copy_engine(channel):
@@ -118,15 +131,7 @@ class Peers(NamedTuple):
                 channel.is_open = True
                 if fill is not None:
                     fill()
-                for distance in range(1, channel.world_size):
-                    peer = (channel.rank - distance) % channel.world_size
-                    if peer % self.degree == rest:
-                        there = channel.tensor(shape, rows.dtype, offset=offset, rank=peer)
-                        to = lands[peer // self.degree]
-                        for part in sends[peer // self.degree]:
-                            tiles.rank_copy_data(there, rows, rows=slice(*part), to=to)
-                            to += count_rows(part)
-                    tiles.rank_notify(channel, channel.rank, peer)
+                tiles.find_copies(channel, key, list_copies).run(channel, rows)
             return channel.tensor(shape, rows.dtype, offset=offset)[: sum(receives)]
 
         try:

@@ -3,7 +3,6 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from datetime import timedelta
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,7 +29,7 @@ from stretto.collectives.joint.schedule import (
 from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory import group_timeout
 from stretto.memory.gpus import limit_waiting
-from stretto.memory.groups import make_local_group, next_group_number
+from stretto.memory.groups import make_node_group, next_group_number
 from stretto.ops.choices import find_nodes, signals_by_copies
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
@@ -381,10 +380,8 @@ def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) ->
 
     def make() -> dist.ProcessGroup:
         members = find_group(group)
-        near = [dist.get_global_rank(members, rank) for rank, node in enumerate(nodes) if node == nodes[members.rank()]]
         most = max(map(int, exchange_text(str(next_group_number()), group, device)))
-        limit = timedelta(seconds=group_timeout(members))
-        return make_local_group(near, dist.get_backend_config(members), limit, most)
+        return make_node_group(members, nodes, dist.get_backend_config(members), most)
 
     made: dist.ProcessGroup = find_known(group, device, "group of a node", make)
     return made.group_name

@@ -143,15 +143,18 @@ def hold_replicas(weight: Tensor, placement: ReplicaPlacement, group: dist.Proce
 
 
 def return_gradients(grad: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The gradient of `hold_replicas`' weight, for one of its result: [local + spare, ...] -> [local, ...]."""
+    """The gradient of `hold_replicas`' weight, for one of its result: [local + spare, ...] -> [local, ...], a part of
+    the memory of `grad`, which is overwritten."""
     rank = dist.get_rank(group)
     plan = _Sends.of(placement, rank)
     places = [placement.local + place for place in _order(placement, rank)]
     arrived = _exchange(_take(grad, places), plan.receives, plan.sends, find_name(group))
-    total = grad[: placement.local].to(sum_dtype(grad.dtype), copy=True)
+    sums: dict[int, Tensor] = {}
     for expert, found in zip(plan.experts, arrived, strict=True):
-        total[expert] += found
-    return total.to(grad.dtype)
+        sums[expert] = sums.get(expert, grad[expert].to(sum_dtype(grad.dtype))) + found
+    for expert, total in sums.items():
+        grad[expert] = total
+    return grad[: placement.local]
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class _Replicate(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return return_gradients(grad, ctx.placement, ctx.group), None, None
+        return return_gradients(grad.clone(), ctx.placement, ctx.group), None, None
 
 
 def _order(placement: ReplicaPlacement, rank: int) -> list[int]:

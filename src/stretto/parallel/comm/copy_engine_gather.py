@@ -243,13 +243,18 @@ class CopyEngineAllGather:
 
     def _copy_to_peers(self, channel: "BlockChannel", place: _Place) -> None:
         """Copy to the rank before this one first: at any time each rank receives from one other."""
-        from stretto.tiles import rank_copy_data, rank_notify
+        from stretto.tiles import CopyList, find_copies
 
-        for distance in range(1, channel.world_size):
-            peer = (channel.rank - distance) % channel.world_size
-            if place.addresses is None:
-                rank_copy_data(place.there[peer], place.own)
-            rank_notify(channel, channel.rank * len(self._places) + place.number, peer)
+        def list_copies() -> CopyList:
+            copies = CopyList()
+            for distance in range(1, channel.world_size):
+                peer = (channel.rank - distance) % channel.world_size
+                if place.addresses is None:
+                    copies.copy(place.there[peer], place.own)
+                copies.notify(channel, channel.rank * len(self._places) + place.number, peer)
+            return copies
+
+        find_copies(channel, place.number, list_copies).run(channel)
 
     def _prepare(self) -> "BlockChannel":
         """The channel whose buffer holds all weights; allocated at first, and when shapes or dtypes have changed."""

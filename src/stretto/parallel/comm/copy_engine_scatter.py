@@ -21,9 +21,8 @@ from torch import Tensor
 
 from stretto.execution import SCATTER_RING_BYTES, SCATTERS_IN_FLIGHT
 from stretto.parallel.comm.collectives import Pending, Started, collective, start_scatter_rows
-from stretto.tiles import BlockChannel, copy_engine, rank_copy_data, rank_set_slot
+from stretto.tiles import BlockChannel, copy_engine, kind_of, rank_copy_data, rank_set_slot
 from stretto.tiles.call_state import may_publish
-from stretto.tiles.launches import launch_kernel
 from stretto.tiles.signals import set_slot
 from stretto.tiles.waits import OF_PEER, await_slot
 
@@ -166,8 +165,9 @@ class CopyEngineReduceScatter:
         gradient = gradient.contiguous()
         chunk = -(-gradient.shape[0] // world)
         word = self._words[number : number + 1]
-        on_load = channel.limit.allow_loading
-        launch_kernel(begin_scatter, 1, self._description, self._started, word, lag, on_load=on_load, num_warps=1)
+        begins = self._description, self._started, word, lag
+        key = id(self._description), kind_of(word), kind_of(lag)
+        channel.launch(begin_scatter, key, 1, begins, kept=self._description, num_warps=1)
         with collective("reduce_scatter"), copy_engine(channel):
             for distance in range(1, world):
                 peer = (rank - distance) % world
@@ -196,22 +196,11 @@ class CopyEngineReduceScatter:
         if pending.pushed is not None:
             torch.cuda.current_stream(own.device).wait_event(pending.pushed)
         programs = max(1, min(triton.cdiv(count, _BLOCK), _PROGRAMS))
-        launch_kernel(
-            sum_parts,
-            programs,
-            self._description,
-            pending.word,
-            self._tickets,
-            own,
-            first,
-            pending.result,
-            count,
-            self._ring // own.element_size(),
-            pending.scale,
-            BLOCK=_BLOCK,
-            on_load=self._channel.limit.allow_loading,
-            num_warps=8,
-        )
+        moving = pending.word, own, first, pending.result, count, self._ring // own.element_size()
+        word, *others = moving
+        arguments = self._description, word, self._tickets, *others, pending.scale, _BLOCK
+        key = id(self._description), *map(kind_of, moving)
+        self._channel.launch(sum_parts, key, programs, arguments, kept=self._description, num_warps=8)
 
     def _place(self, begin: int, source: int, like: Tensor, rank: int | None = None) -> Tensor:
         """The place of `source`'s part in the ring that this rank, or another one, has for it."""

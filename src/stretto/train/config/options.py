@@ -72,6 +72,8 @@ def _folder_of_text(value: Any) -> Any:
             str(value).encode()
         except UnicodeEncodeError:
             raise ValueError(f"out is {str(value)!r}, but must be text in UTF-8; rename the folder") from None
+        if value == "":  # such as a shell's variable without a value; the path would be "."
+            raise ValueError("out is '', but must name a folder, for example 'runs/first'")
         path = Path(os.path.expanduser(value))
         # "./~" leaves "~", which would become the home folder when the configuration is read again.
         return str(path.absolute() if str(path).startswith("~") else path)

@@ -148,7 +148,7 @@ def _spread(signature):
 
 
 class EmulatedWorkspace:
-    """A rank's workspace in this process's memory. check raises the words of a real one."""
+    """A rank's workspace in this process's memory. memories: None for other nodes'. check raises a real one's words."""
 
     def __init__(self, rank, memories, regions, half, folder, limit=60.0, has_nvlink=True, macros=""):
         self.rank, self.world_size = rank, len(memories)
@@ -159,7 +159,7 @@ class EmulatedWorkspace:
         self.limit = int(limit * 1e9)
         self.regions, self.half, self.folder, self.macros = regions, half, folder, macros
         self.has_nvlink = has_nvlink
-        self.peers = [memory.data_ptr() for memory in memories]
+        self.peers = [0 if memory is None else memory.data_ptr() for memory in memories]
         self.state = torch.zeros(STATE_WORDS, dtype=torch.int32)
         # Of this rank alone, as if it were a process.
         self.failed = torch.zeros(1, dtype=torch.int32)
@@ -185,6 +185,7 @@ class EmulatedWorkspace:
         return self.area
 
     is_capturing = False
+    nodes = ()
 
     def find_symmetric(self, tensor):
         return self.symmetric.get(tensor.data_ptr())

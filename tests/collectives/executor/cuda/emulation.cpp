@@ -146,11 +146,12 @@ template <typename Access> static void at_once(const char* place, Access access)
   access();
   lock.store(false);
 }
+// Other processes do not see the locks: the second half, where LL128 has its flag, is written last and read first.
 void write(char* to, u64 first, u64 second) {
-  at_once(to, [&] { ((u64*)to)[0] = first, ((u64*)to)[1] = second; });
+  at_once(to, [&] { ((volatile u64*)to)[0] = first, ((volatile u64*)to)[1] = second; });
 }
 void read(const char* from, u64& first, u64& second) {
-  at_once(from, [&] { first = ((const u64*)from)[0], second = ((const u64*)from)[1]; });
+  at_once(from, [&] { second = ((const volatile u64*)from)[1], first = ((const volatile u64*)from)[0]; });
 }
 void raise_flag(u64* flag, u64 value) {
   __atomic_store_n(flag, value, __ATOMIC_SEQ_CST);

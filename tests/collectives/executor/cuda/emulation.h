@@ -44,6 +44,7 @@ void __syncwarp();
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __threadfence(); }
 inline u32 atomicAdd(u32* at, u32 value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
+inline u64 atomicAdd(u64* at, u64 value) { return __atomic_fetch_add(at, value, __ATOMIC_SEQ_CST); }
 inline u32 atomicExch(u32* at, u32 value) { return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST); }
 inline float from_bits(u32 bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline float from_bf16(unsigned short bits) { return from_bits((u32)bits << 16); }
@@ -87,3 +88,4 @@ static void load_relaxed(const char* from, u64& first, u64& second) {
 inline void store_weak(char* to, u64 first, u64 second) { write(to, first, second); }
 void raise_flag(u64* flag, u64 value);
 inline u64 see_flag(const u64* flag) { rest(); return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
+inline u32 see_count(const u32* count) { rest(); return __atomic_load_n(count, __ATOMIC_SEQ_CST); }

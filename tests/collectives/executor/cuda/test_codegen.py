@@ -51,7 +51,8 @@ def test_it_compiles_for_every_architecture(arch, protocol):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_the_interpreter_compiles_for_every_architecture(arch, protocol):
-    assert compile_source(write_interpreter(4, 1, Variant("bfloat16", "avg", protocol)), arch)[:4] == b"\x7fELF"
+    text = write_interpreter(4, Variant("bfloat16", "avg", protocol), between_nodes=True)
+    assert compile_source(text, arch)[:4] == b"\x7fELF"
 
 
 @pytest.mark.long
@@ -113,13 +114,26 @@ def test_ll128_reads_a_line_by_a_whole_warp():
 
 
 def test_the_interpreter_counts_a_step_for_other_thread_blocks_after_a_barrier_and_a_fence():
-    text = compile_to_ptx(write_interpreter(4, 1, Variant("float32", "sum", "LL")))
+    text = compile_to_ptx(write_interpreter(4, Variant("float32", "sum", "LL")))
     counted = text.rindex("st.volatile.global.u64")
     before = text[:counted]
     fence = max(before.rfind(words) for words in ("membar.gl", "fence.acq_rel.gpu", "fence.sc.gpu"))
     assert fence > before.rindex("bar.sync") > 0
     # The thread that waits for the count does so by acquire, and the others wait for that thread.
     assert "bar.sync" in text[text.index("ld.acquire.sys.global.u64") : counted]
+
+
+def test_the_interpreter_puts_after_a_barrier_and_publishes_a_descriptors_other_words_before_its_first_one():
+    text = compile_to_ptx(write_interpreter(4, Variant("float32", "sum", "LL"), between_nodes=True))
+    posts = [found.start() for found in re.finditer(r"atom\S*\.add\.u64", text)]
+    assert len(posts) == 2  # a message and a credit
+    for post in posts:
+        release = text.index("st.release.sys.global.u64", post)
+        events = re.findall(r"st\.volatile\.\S*u64|fence\.acq_rel\.sys|bar\.\S+", text[post:release])
+        assert events[-4:] == ["st.volatile.u64"] * 3 + ["fence.acq_rel.sys"]
+        assert "bar.red.or.pred" in text[text.rindex("bar.", 0, post) : post]
+    # Counts of what was put are read by acquire.
+    assert text.count("ld.acquire.sys.global.u32") == 2
 
 
 def test_sums_of_16_bits_are_made_in_fp32_and_rounded_once():

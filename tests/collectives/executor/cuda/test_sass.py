@@ -36,7 +36,7 @@ def test_fused_kernels_read_nothing_before_it_is_zeroed(protocol, dtype, unroll,
 @pytest.mark.parametrize("dtype", ["int8", "int16", "bfloat16", "float32", "int64"])
 @pytest.mark.parametrize("protocol", ["LL", "LL128", "Simple"])
 def test_the_interpreter_reads_nothing_before_it_is_zeroed(protocol, dtype, tmp_path):
-    assert not find_in(write_interpreter(3, 1, Variant(dtype, "sum", protocol)), tmp_path)
+    assert not find_in(write_interpreter(3, Variant(dtype, "sum", protocol)), tmp_path)
 
 
 def test_a_read_is_early_if_writes_under_predicates_do_not_take_place():

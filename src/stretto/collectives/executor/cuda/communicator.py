@@ -112,6 +112,8 @@ class CudaCommunicator:
 
     def _find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall | None:
         """Find how such calls run, or None if that is not settled: its kernel cannot be compiled now."""
+        if nodes := set(self.workspace.nodes):
+            return ResolvedCall(None, None, f"its ranks are on {len(nodes)} nodes, and it is no installed schedule's")
         larger = input if output is None or input.numel() >= output.numel() else output
         dtype = _name(larger.dtype)
         if dtype not in ELEMENTS:

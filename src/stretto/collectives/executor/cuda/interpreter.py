@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.interpreter_tables import find_initial_copies, lay_out_fifos, make_tables
+from stretto.collectives.executor.cuda.puts import SchedulePuts
 from stretto.collectives.executor.cuda.value_trace import Divisions, find_divisions, find_narrowing_writes
 from stretto.collectives.executor.cuda.variant import (
     DATA_BYTES,
@@ -35,18 +36,23 @@ DEFAULT_TILE_BYTES = 64 << 10
 PARAMETERS = (
     *("input", "output", "scratch", "block_bytes", "chunk_bytes", "tile_bytes", "num_vectors", "tiles", "block_chunks"),
     *("slots", "blocks", "steps", "state", "report", "failed", "limit", "kernel", "peers", "counts", "region", "half"),
-    "connections",
+    *("connections", "rank", "puts"),
 )
 _MAX_COUNT = 1 << 32
 _ALIGNMENT = 128  # of tensors in scratch memory, in bytes
 _MAX_SIZES = 256  # whose tables are kept
-_FOR_MESSAGE, _FOR_SLOT = 0, 1  # as in primitives.cu
+_FOR_MESSAGE, _FOR_SLOT, _FOR_ROOM = 0, 1, 3  # as in primitives.cu
 
 
-def write_interpreter(world_size: int, rank: int, variant: Variant) -> str:
-    """The interpreter's CUDA C++ for a dtype, a reduction and a protocol: one kernel for all schedules."""
-    macros = write_macros(replace(variant, unroll=1), world_size, rank)
-    return macros + read_sources("ptx.cu", "primitives.cu", "interpreter.cu")
+def write_interpreter(world_size: int, variant: Variant, *, between_nodes: bool = False) -> str:
+    """The interpreter's CUDA C++ for a dtype, a reduction and a protocol: one kernel for all schedules and ranks.
+
+    between_nodes: whether it puts, which takes registers.
+    """
+    macros = write_macros(replace(variant, unroll=1), world_size)
+    return f"{macros}#define BETWEEN_NODES {int(between_nodes)}\n" + read_sources(
+        "ptx.cu", "primitives.cu", "puts.cu", "interpreter.cu"
+    )
 
 
 class _PaddedCopy(NamedTuple):
@@ -116,8 +122,9 @@ class InterpretedSchedule:
     multiprocessor for each thread block. If not, issue calls of two groups on one stream, or the groups may wait for
     each other for ever.
 
-    tile_bytes: bytes of each chunk per step; with at least a chunk's bytes nothing is pipelined. Raises
-    ValueError for a schedule that is made for another number of ranks or cannot run so.
+    tile_bytes: bytes of each chunk per step; with at least a chunk's bytes nothing is pipelined. puts: between nodes,
+    the schedule's, for as many bytes; None: they are allocated here. Raises ValueError for a schedule that is made for
+    another number of ranks or cannot run so.
     """
 
     def __init__(
@@ -129,8 +136,9 @@ class InterpretedSchedule:
         in_place: bool,
         tile_bytes: int = DEFAULT_TILE_BYTES,
         threads: int = MAX_THREADS,
+        puts: SchedulePuts | None = None,
     ) -> None:
-        require_runnable(schedule, workspace, variant)
+        require_runnable(schedule, workspace, variant, puts=True)
         self.name = schedule.name
         self.schedule = schedule
         self.workspace = workspace
@@ -146,11 +154,16 @@ class InterpretedSchedule:
         self._divisions = Divisions()
         if variant.reduction == "avg":
             self._divisions = find_divisions(schedule, self.collective, of_inputs=variant.is_16_bit_float)
-        source = write_interpreter(workspace.world_size, workspace.rank, variant)
+        source = write_interpreter(workspace.world_size, variant, between_nodes=bool(workspace.nodes))
         self._function = workspace.load(source, list(PARAMETERS))
         self._region = workspace.regions[variant.protocol]
         self._peers = torch.tensor(workspace.peers, dtype=torch.int64, device=workspace.device)
+        if workspace.nodes and puts is None:
+            puts = SchedulePuts.allocate(schedule, workspace, tile_bytes)
+        self._puts = puts
         fixed = {
+            "rank": workspace.rank,
+            "puts": 0 if self._puts is None else self._puts.address,
             "state": workspace.state.data_ptr(),
             "report": workspace.report.data_ptr(),
             "failed": workspace.failed.data_ptr(),
@@ -185,6 +198,8 @@ class InterpretedSchedule:
         """
         self.workspace.check()
         self.workspace.follow_stream()
+        if self._puts is not None:
+            self._puts.begin()
         sized = self._find_sized(find_sizes(self.collective, input, output))
         if sized is not self._current:
             for name, value in (*sized.parameters, ("scratch", self._scratch.data_ptr())):
@@ -217,13 +232,19 @@ class InterpretedSchedule:
         step = waiting.steps[level]
         match message:
             case _ if message == _FOR_MESSAGE:
-                awaited = f"rank {waiting.receive_peer}'s message"
+                awaited = f"{self._describe_rank(waiting.receive_peer)}'s message"
             case _ if message == _FOR_SLOT:
-                awaited = f"a free slot at rank {waiting.send_peer}"
+                awaited = f"a free slot at {self._describe_rank(waiting.send_peer)}"
+            case _ if message == _FOR_ROOM:
+                awaited = "room in the proxy's FIFO, to put to other nodes"
             case _:
                 assert step.waits_for is not None
                 awaited = f"its own thread block {step.waits_for[0]} to end step {step.waits_for[1]}"
         return f"{awaited} (step {level}, {step.type.value}, channel {waiting.channel})"
+
+    def _describe_rank(self, rank: int | None) -> str:
+        assert rank is not None
+        return f"rank {rank}" if self._puts is None else self._puts.describe(rank)
 
     def _find_sized(self, sizes: tuple[int | None, int | None]) -> _SizedCall:
         """Find the launch arguments of these sizes: made once and kept, as is the largest scratch memory so far."""
@@ -268,7 +289,8 @@ class InterpretedSchedule:
         tile_bytes = min(self._tile_bytes, max(-(-chunk_bytes // 480), 1) * 480)
         vectors = tile_bytes // DATA_BYTES[variant.protocol]
         vectors = tile_bytes // 120 * 8 if variant.protocol == "LL128" else vectors
-        fifos = lay_out_fifos(plan, 16 * vectors)
+        slots = {} if self._puts is None else self._puts.slots
+        fifos = lay_out_fifos(plan, 16 * vectors, slots)
         if fifos.needed > self._region.size:
             raise ValueError(
                 f"{self.name} needs {fifos.needed} bytes of FIFOs with tiles of {tile_bytes} bytes, of "
@@ -282,7 +304,7 @@ class InterpretedSchedule:
             )
         steps, blocks = (
             torch.from_numpy(table.view(np.uint8)).to(self.workspace.device)
-            for table in make_tables(plan, rank, fifos, self._divisions)
+            for table in make_tables(plan, rank, fifos, self._divisions, slots)
         )
         parameters = {
             "block_bytes": plan.layout.block_elements * itemsize,

@@ -7,20 +7,19 @@ from typing import NamedTuple
 import numpy as np
 
 from stretto.collectives.collective import Buffer
+from stretto.collectives.executor.cuda.puts import ConnectionKey, PutSlots
 from stretto.collectives.executor.cuda.value_trace import Divisions, StepPlace
 from stretto.collectives.executor.cuda.workspace import MAX_COUNTS
 from stretto.collectives.executor.plan import ExecutionPlan
 from stretto.collectives.schedule import Step, StepType
-
-ConnectionKey = tuple[int, int, int]
-"""A connection: its sender, its receiver and its channel."""
 
 _BUFFERS = {Buffer.IN: 0, Buffer.OUT: 1, Buffer.SCRATCH: 2}
 # As the structs StepRow and BlockRow of interpreter.cu.
 _STEP_ROW = np.dtype([(name, "i4") for name in ("kind", "source", "destination", "size", "block", "step")])
 _BLOCK_ROW = np.dtype(
     [(name, "i4") for name in ("send_peer", "receive_peer", "send", "receive", "first_step", "steps")]
-    + [(name, "u8") for name in ("send_start", "send_stride", "receive_start", "receive_stride")]
+    + [(name, "i4") for name in ("puts_out", "puts_in")]
+    + [(name, "u8") for name in ("send_start", "send_stride", "receive_start", "receive_stride", "send_source")]
 )
 
 
@@ -33,8 +32,10 @@ class FifoLayout(NamedTuple):
     needed: int
 
 
-def lay_out_fifos(plan: ExecutionPlan, tile_slot_bytes: int) -> FifoLayout:
-    """Lay out the slots of all connections, the same on all ranks. tile_slot_bytes: for one chunk's tile.
+def lay_out_fifos(
+    plan: ExecutionPlan, tile_slot_bytes: int, put_slots: Mapping[ConnectionKey, PutSlots] | None = None
+) -> FifoLayout:
+    """Lay out the slots of all connections but put_slots', the same on all ranks. tile_slot_bytes: for a chunk's tile.
 
     Raises ValueError for more connections than there are counters for.
     """
@@ -44,7 +45,7 @@ def lay_out_fifos(plan: ExecutionPlan, tile_slot_bytes: int) -> FifoLayout:
         )
     used = [0] * plan.collective.ranks
     slots = {}
-    for key in sorted(plan.connections):
+    for key in sorted(plan.connections.keys() - (put_slots or {}).keys()):
         receiver, slot_bytes = key[1], plan.connections[key].chunks * tile_slot_bytes
         slots[key] = used[receiver], slot_bytes
         used[receiver] += plan.slots * slot_bytes
@@ -52,33 +53,44 @@ def lay_out_fifos(plan: ExecutionPlan, tile_slot_bytes: int) -> FifoLayout:
 
 
 def make_tables(
-    plan: ExecutionPlan, rank: int, fifos: FifoLayout, divisions: Divisions
+    plan: ExecutionPlan,
+    rank: int,
+    fifos: FifoLayout,
+    divisions: Divisions,
+    put_slots: Mapping[ConnectionKey, PutSlots] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rank's steps and thread blocks, a row each. divisions: where an average divides by the number of ranks."""
+    """The rank's steps and thread blocks, a row each. divisions: where an average divides by the number of ranks;
+    put_slots: of connections between nodes.
+    """
     numbers = {key: number for number, key in enumerate(sorted(plan.connections))}
+    put_slots = put_slots or {}
     steps: list[tuple[int, ...]] = []
     blocks: list[tuple[int, ...]] = []
     for number, block in enumerate(plan.schedule.ranks[rank].thread_blocks):
         send = None if block.send_peer is None else (rank, block.send_peer, block.channel)
         receive = None if block.receive_peer is None else (block.receive_peer, rank, block.channel)
-        send = send if send in fifos.slots else None
-        receive = receive if receive in fifos.slots else None
+        send = send if send in numbers else None
+        receive = receive if receive in numbers else None
         first = len(steps)
         for at, step in enumerate(block.steps):
             steps.append(_step_row(plan, rank, step, (rank, number, at), divisions))
+        put_out, put_in = (None if key is None else put_slots.get(key) for key in (send, receive))
         blocks.append(
             (
                 -1 if send is None else send[1],
                 -1 if receive is None else receive[0],
-                0 if send is None else numbers[send],
-                0 if receive is None else numbers[receive],
+                put_out.signal if put_out else 0 if send is None else numbers[send],
+                put_in.signal if put_in else 0 if receive is None else numbers[receive],
                 first,
                 len(block.steps),
-                *(fifos.slots[send] if send else (0, 0)),
-                *(fifos.slots[receive] if receive else (0, 0)),
+                put_out is not None,
+                put_in is not None,
+                *((put_out.start, put_out.stride) if put_out else fifos.slots[send] if send else (0, 0)),
+                *((put_in.start, put_in.stride) if put_in else fifos.slots[receive] if receive else (0, 0)),
+                put_out.source if put_out else 0,
             )
         )
-    empty = (-1, -1, 0, 0, 0, 0, 0, 0, 0, 0)
+    empty = (-1, -1, *[0] * 11)
     return np.array(steps or [(0,) * 6], dtype=_STEP_ROW), np.array(blocks or [empty], dtype=_BLOCK_ROW)
 
 

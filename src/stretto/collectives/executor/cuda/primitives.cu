@@ -58,6 +58,7 @@
 #define FOR_MESSAGE 0u  // in a report of the interpreter: the kind of a step's wait
 #define FOR_SLOT 1u
 #define FOR_THREAD_BLOCK 2u
+#define FOR_ROOM 3u
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };

@@ -60,3 +60,10 @@ __device__ __forceinline__ u64 see_flag(const u64* flag) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
   return value;
 }
+
+// A counter of 32 bits in pinned memory, which the proxy stores after the bytes that it counts.
+__device__ __forceinline__ u32 see_count(const u32* count) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(count) : "memory");
+  return value;
+}

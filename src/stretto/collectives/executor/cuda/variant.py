@@ -40,17 +40,16 @@ class Variant:
         return self.dtype in ("float16", "bfloat16")
 
 
-def write_macros(variant: Variant, world_size: int, rank: int) -> str:
-    """The definitions that the C++ sources expect."""
+def write_macros(variant: Variant, world_size: int, rank: int | None = None) -> str:
+    """The definitions that the C++ sources expect. rank: None for a source that is the same on all ranks."""
     macros = {
         "ELEMENT": ELEMENTS[variant.dtype],
         "OPERATION": OPERATIONS[variant.reduction],
         "IS_AVERAGE": int(variant.reduction == "avg"),
         "PROTOCOL": PROTOCOLS[variant.protocol],
         "WORLD": world_size,
-        "RANK": rank,
         "UNROLL": variant.unroll,
-    }
+    } | ({} if rank is None else {"RANK": rank})
     return "".join(f"#define {name} {value}\n" for name, value in macros.items())
 
 
@@ -60,8 +59,18 @@ def read_sources(*names: str) -> str:
     return "\n".join(folder.joinpath(name).read_text(encoding="utf-8") for name in names)
 
 
-def require_runnable(schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant) -> None:
-    """Raise ValueError for a schedule for another number of ranks, or a protocol that these links do not support."""
+def require_runnable(
+    schedule: Schedule, workspace: CollectiveWorkspace, variant: Variant, *, puts: bool = False
+) -> None:
+    """Raise ValueError for a schedule for another number of ranks, or a protocol that these links do not support.
+
+    puts: whether its kernel puts to other nodes.
+    """
+    if workspace.nodes and not puts:
+        raise ValueError(
+            f"{schedule.name}: the group's ranks are on {len(set(workspace.nodes))} nodes, between which the "
+            "interpreter alone puts: install the schedule, or make an InterpretedSchedule"
+        )
     if schedule.collective.ranks != workspace.world_size:
         raise ValueError(
             f"the schedule {schedule.name} is made for {schedule.collective.ranks} ranks, the group has "

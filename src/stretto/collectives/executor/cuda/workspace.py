@@ -17,11 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.collectives.executor.cuda.nvrtc import Function, load_or_compile
-from stretto.memory import failures, find_symmetric, group_timeout
+from stretto.memory import failures, find_own_rank, find_symmetric, group_timeout, shared_gpus
 from stretto.memory.compilation import CallLimit, note_loaded_kernel
 from stretto.memory.copy_engine import CudaCopyStreams, has_nvlink
 from stretto.memory.cuda import CudaMemory
 from stretto.memory.gpus import bound_blocks
+from stretto.memory.groups import find_nodes, make_node_group, next_group_number
+from stretto.memory.plain_data import all_gather_data
 
 MAX_BLOCKS = 1024
 FLAGS = 32 << 10
@@ -155,8 +157,18 @@ class CopyArea:
         return self._table.data_ptr()
 
 
+def _make_node_group(group: dist.ProcessGroup | None, nodes: Sequence[int]) -> dist.ProcessGroup:
+    """Make the group of this node's ranks. Collective. Where ranks share a GPU, NCCL has none for them."""
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
+    number = max(all_gather_data(next_group_number(), whole, int))
+    return make_node_group(whole, nodes, "gloo" if shared_gpus.is_enabled() else "cpu:gloo,cuda:nccl", number)
+
+
 class CollectiveWorkspace:
     """The memory of one group's kernels, on one stream: they run one after another, in the same order on all ranks.
+
+    nodes: each rank's, empty if there is one. `peers` has the ranks of this node, and 0 for others, which are put to.
 
     regions: by protocol, the bytes of mailboxes of one call; timeout: seconds that a wait on the device may take (None:
     the group's own limit), until `set_limit`. The attribute has_nvlink says whether NVLink links all ranks' GPUs.
@@ -171,17 +183,21 @@ class CollectiveWorkspace:
         timeout: float | None = None,
     ) -> None:
         timeout = group_timeout(group) if timeout is None else timeout
-        self._group = group
-        self._timeout = timeout
+        self.group = group
+        self.timeout = timeout
+        self.nodes = find_nodes(group)
+        here = _make_node_group(group, self.nodes) if self.nodes else group
         self._queues: CudaCopyStreams | None = None
         self._copy_area: CopyArea | None = None
         self._copy_memory: CudaMemory | None = None
         self.regions, self.half = lay_out(DEFAULT_REGIONS | (regions or {}))
-        self.memory = CudaMemory.allocate(2 * self.half, 0, group, timeout)
-        self.rank, self.world_size = self.memory.rank, self.memory.world_size
+        self.memory = CudaMemory.allocate(2 * self.half, 0, here, timeout)
+        self.rank, self.world_size = find_own_rank(group)
         self.device = self.memory.device
         self._device_index = self.device.index
-        self.has_nvlink = has_nvlink(group, self.device)
+        self.has_nvlink = has_nvlink(here, self.device)
+        if self.nodes:  # LL128 is for the links inside nodes, on all of them or none
+            self.has_nvlink = all(all_gather_data(self.has_nvlink, group, bool))
         self._raw_stream = -1
         self._stream: torch.cuda.Stream | None = None
         self._end: EndOfCall | None = None
@@ -254,7 +270,7 @@ class CollectiveWorkspace:
     def copy_area(self) -> "CopyArea":
         """The memory for copies; collective at its first use, since most groups never make large calls."""
         if self._copy_area is None:
-            memory = CudaMemory.allocate(COPY_BYTES, 0, self._group, self._timeout)
+            memory = CudaMemory.allocate(COPY_BYTES, 0, self.group, self.timeout)
             area = CopyArea(COPY_BYTES, memory.addresses, self.device)
             memory.barrier()
             self._copy_area, self._copy_memory = area, memory
@@ -272,8 +288,10 @@ class CollectiveWorkspace:
 
     @property
     def peers(self) -> list[int]:
-        """The addresses of all ranks' memory, as this GPU sees them."""
-        return self.memory.addresses
+        """The addresses of all ranks' memory, as this GPU sees them; 0 for those of other nodes."""
+        near = iter(self.memory.addresses)
+        here = self.nodes[self.rank] if self.nodes else 0
+        return [next(near) if node == here else 0 for node in self.nodes or [0] * self.world_size]
 
     @property
     def report(self) -> Tensor:

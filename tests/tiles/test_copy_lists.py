@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lists of copies make the same calls of CUDA's driver, in the same order, as the functions that they stand for."""
+
+import importlib
+
+import pytest
+import torch
+
+from stretto import tiles
+from stretto.memory import copy_engine
+from stretto.ops import Blocks, KernelConfig
+from stretto.ops import matmul_reduce_scatter_copies as scatter
+from stretto.ops.gemm import GroupProduct
+from stretto.ops.operator import OperatorWorkspace
+from stretto.tiles import host
+
+gather = importlib.import_module("stretto.ops.all_gather_matmul")
+WORLD, RANK = 3, 1
+BLOCKS = Blocks(16, 16, 16, 1, 4, 2, 4)
+
+
+class Memory:
+    """Memory of three ranks, all in this process."""
+
+    rank, world_size = RANK, WORLD
+
+    def __init__(self) -> None:
+        self.of_ranks = torch.zeros(WORLD, 1 << 16, dtype=torch.uint8)
+
+    def buffer(self, rank=None):
+        return self.of_ranks[self.rank if rank is None else rank]
+
+
+class Driver:
+    """Notes each call."""
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """A driver that does nothing; the current stream's handle is 20."""
+    made = Driver()
+    monkeypatch.setattr(copy_engine, "find_driver", lambda: made)
+    monkeypatch.setattr(host, "find_driver", lambda: made)
+    monkeypatch.setattr(host, "find_handle", lambda _: 20)
+    monkeypatch.setattr(host, "rank_await_count", lambda _, index, count: made.await_count(index, count))
+    monkeypatch.setattr(tiles, "rank_wait_all", lambda _, index, stride: made.wait_all(index, stride))
+    monkeypatch.setattr(tiles, "rank_wait", lambda _, index, rank: made.wait(index, rank))
+    return made
+
+
+@pytest.fixture
+def channel():
+    made = tiles.BlockChannel(Memory(), 32 * WORLD, 0, 30.0)
+    made.device = torch.device("cuda", 2)
+    made._current = made.describe("x")
+    return made
+
+
+def places(channel):
+    """Addresses: of row `to` at a rank, of rows of 8 bytes in the channel's buffers; of signals, and their values."""
+    own = channel.tensor((1,), torch.uint8).data_ptr()
+
+    def row(rank, to):
+        return own + channel.distances[rank] + 8 * to
+
+    def signal(index, rank):
+        counter = channel.signal_words(rank)[RANK * channel.channels + index].data_ptr()
+        return "copy", counter, channel.sends()[rank, index].data_ptr(), 4, 20
+
+    return row, signal
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_gather_pushes_its_pieces_and_copies_out_what_has_come_from_wherever_x_lies(driver, channel, pieces):
+    config = KernelConfig(blocks=BLOCKS, piece_bytes=32 * 8 // pieces)
+    producer, _ = gather.map_rows(32, WORLD, config, 8)
+    row, signal = places(channel)
+    for _ in range(2):  # the second call finds the lists that the first one has made
+        x, out = torch.zeros(32, 4, dtype=torch.float16), torch.zeros(96, 4, dtype=torch.float16)
+        gathered = channel.tensor((96, 4), torch.float16)
+        driver.calls.clear()
+        gather.push_rows_by_copies(channel, producer, x, None, 0)
+        size = 32 // pieces
+        assert driver.calls == [
+            call
+            for peer in (0, 2)
+            for piece in range(pieces)
+            for call in (
+                ("copy", row(peer, 32 + size * piece), x.data_ptr() + 8 * size * piece, 8 * size, 20),
+                signal(RANK * pieces + piece, peer),
+            )
+        ]
+        driver.calls.clear()
+        gather.copy_out_gathered(channel, producer, x, gathered, out)
+        first = out.data_ptr()
+        own = ("copy", first + 8 * 32, x.data_ptr(), 8 * 32, 20)
+        of_0 = ("copy", first, row(RANK, 0), 8 * 32, 20)
+        of_2 = ("copy", first + 8 * 64, row(RANK, 64), 8 * 32, 20)
+        if pieces == 1:
+            assert driver.calls == [own, ("wait_all", 0, 1), of_0, of_2]
+        else:
+            assert driver.calls == [own, ("wait", 5, 2), of_2, ("wait", 1, 0), of_0]
+
+
+def test_a_scatter_pushes_each_piece_when_it_is_counted_and_then_signals(driver, channel, monkeypatch):
+    """Two tiles for each owner, a piece each; four programs multiply rank 2's, rank 0's, and own ones last."""
+    arrivals = torch.zeros(64, dtype=torch.int32)
+    workspace = OperatorWorkspace(channel, 1 << 12, 1, arrivals, iter([0, 0]))
+    monkeypatch.setattr(scatter, "find_workspace", lambda *_: workspace)
+    config = KernelConfig(blocks=BLOCKS, piece_bytes=16 * 16 * 2)
+    _, signal = places(channel)
+    received = channel.tensor((1,), torch.uint8).data_ptr()
+    for _ in range(2):
+        x, weight, out = (torch.zeros(*sizes, dtype=torch.float16) for sizes in ((96, 16), (16, 16), (32, 16)))
+        call = scatter._CopyEngineScatter(config, GroupProduct(x, weight, None, out, ""), torch.float16, WORLD)
+        driver.calls.clear()
+        call.push()
+        tile, first, threads = 512, call.partials.data_ptr(), call.pieces.threads
+
+        def push(index, owner, place, first=first, tile=tile):
+            there = received + channel.distances[owner] + place * tile
+            return "copy", there, first + index * tile, tile, 20
+
+        # This rank is the last one before rank 2, and the one before the last before rank 0.
+        assert driver.calls == [
+            *(("await_count", 0, threads), push(0, 2, 0), ("await_count", 1, threads), push(1, 2, 1)),
+            signal(RANK * WORLD + 2, 2),
+            *(("await_count", 3, threads), push(2, 0, 2), ("await_count", 4, threads), push(3, 0, 3)),
+            signal(RANK * WORLD + 0, 0),
+        ]
+        driver.calls.clear()
+        tiles.rank_reset_counts(torch.ones(9, dtype=torch.int32, device="meta"), 9)
+        assert driver.calls == [("clear", 0, 9, 20)]
+
+
+def test_a_list_refuses_what_it_cannot_keep(channel):
+    copies = tiles.CopyList()
+    with pytest.raises(ValueError, match="contiguous ends"):
+        copies.copy(torch.zeros(2, 4)[:, :2], torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="channels 0 to 95, not 96"):
+        copies.notify(channel, 96, 0)
+    channel._current = None
+    with pytest.raises(ValueError, match="no call that `begin` has begun is active"):
+        copies.run(channel)
