@@ -7,8 +7,8 @@ divided by the ranks; "exchange", NCCL's all-gather of keys and values (backward
 reduce-scatter of their gradients). Peers: an all-gather and torch's attention (flash where causal, whose mask is
 aligned with the last key), torch's context parallelism, which gathers or rotates by NCCL's sends, and Ulysses around
 cuDNN's kernel. "hidden" is Flux's equation 2, with that exchange as the communication. Backward rows time autograd
-alone. With `--cluster` rows are only predicted. Without GPUs rows are small, for a
-try of the command, and without torch's context parallelism, which has no kernel there.
+alone. With `--cluster` rows are only predicted; balance and bytes of packed ones are counted. Without GPUs rows are
+small, for a try of the command, and without torch's context parallelism, which has no kernel there.
 """
 
 import itertools
@@ -26,18 +26,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lab.cases import Case, measure_cases, predict_cases
 from lab.harness import Bench, Measured, column
 from lab.operators.attention_peers import attend_here, by_gathering, by_ulysses, torch_context
-from lab.operators.document_lengths import draw_documents
 from stretto import ops
 from stretto.bench.harness import FAILURES, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.ops.attention import list_chunks
-from stretto.ops.attention.plan import Mask, count_rows, make_plan
+from stretto.ops.attention.plan import Mask, measure_work
 from stretto.parallel import Grid
-from stretto.planner.compute import Device
+from stretto.planner.compute import BACKWARD_ATTENTION, Device
+from stretto.planner.documents import PILE, PackedDocuments, draw_starts
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
+ROW_BYTES = 4 * KV_HEADS * SIZE  # of a position's keys and values, in bf16
 PASSES = ("forward", "backward")
 OURS = ("all_gather", "ring", "ulysses")
 PEERS = ("gathered", "torch_gather", "torch_ring", "torch_ulysses")
@@ -56,8 +57,6 @@ class AttentionSetting:
     def __post_init__(self) -> None:
         require_known("mask", self.masks, ("causal", "full", "packed"))
         require_known("pass", self.only, PASSES)
-        if self.cluster is not None and "packed" in self.masks:
-            raise ValueError("packed rows are not predicted: leave out --masks packed")
 
     def cases(self) -> list[dict[str, Any]]:
         """Length, mask and pass of each row."""
@@ -105,15 +104,34 @@ def run_attention(setting: AttentionSetting, out: Path) -> Measured:
 
 def _predict(ranks: int, cluster: Cluster, sequence: int, mask: str, kind: str) -> Case:
     """A rank's share of the products; keys under its own ones, which are one part in `ranks`, and what does not fit."""
-    products = 4 * sequence * sequence * HEADS * SIZE / (2 if mask == "causal" else 1) / ranks
-    alone = Device(cluster, "bf16").attention(products * (1 if kind == "forward" else 2.5), sequence)
-    sent = 4 * KV_HEADS * SIZE * sequence / ranks * (ranks - 1)  # keys and values, in bf16
-    one_way = sent * (0.75 if mask == "causal" else 1) / cluster.require("in_node.bandwidth")
-    hides = alone / ranks / (1 if kind == "forward" else 2)  # backward, keys and their gradients under one half each
-    exposed = max(one_way - hides, 0) * (1 if kind == "forward" else 2)
-    exchange = one_way * (1 if kind == "forward" else 2)
-    times = {"alone": alone, "exchange": exchange, "predicted": alone + exposed}
-    return {name: each * 1e3 for name, each in times.items()} | {"hidden": 1 - exposed / exchange}
+    products = 4 * sequence * sequence * HEADS * SIZE / (1 if mask == "full" else 2) / ranks
+    balance, own, sent, length, cuts = 1.0, 1 / ranks, (ranks - 1) * (0.75 if mask == "causal" else 1), sequence, {}
+    if mask == "packed":
+        documents = draw_starts(PILE, sequence, seed=1)
+        packed = PackedDocuments((documents,))
+        products, length = products * packed.share, round(packed.length)
+        balance, own, sent, *_ = packed.over_context(ranks)
+        cuts = {"balance": describe_cuts(documents, ranks, ROW_BYTES)}
+    passes, ways = (1.0, 1) if kind == "forward" else (BACKWARD_ATTENTION, 2)  # keys, backward also their gradients
+    alone = Device(cluster, "bf16").attention(products * passes, length)
+    one_way = sent * ROW_BYTES * sequence / ranks / cluster.require("in_node.bandwidth")
+    hides = alone * own / ways  # backward, keys and their gradients under one half each
+    exposed, exchange = max(one_way - hides, 0) * ways, one_way * ways
+    times = {"alone": alone, "exchange": exchange, "predicted": alone * balance + exposed}
+    return {name: each * 1e3 for name, each in times.items()} | {"hidden": 1 - exposed / exchange} | cuts
+
+
+def describe_cuts(documents: tuple[int, ...], ranks: int, row_bytes: int) -> str:
+    """Of documents cut by work, and zig-zag: the most scores of a rank over the mean, and MB that come to one at most.
+
+    row_bytes: of a position's keys and values.
+    """
+    mask, length = Mask(True, None, documents), documents[-1] // ranks
+    works = [measure_work(layout, ranks, length, mask) for layout in ("balanced", "zigzag")]
+    return "; ".join(
+        f"{max(each.scores) * ranks / sum(each.scores):.2f}, {max(each.received) * row_bytes / 1e6:.1f}"
+        for each in works
+    )
 
 
 def measure(grid: Grid, sequence: int, mask: str, kind: str) -> Case:
@@ -136,7 +154,7 @@ class _Attention:
         shapes = [(1, length, count, size) for count in (heads, kv_heads, kv_heads, heads)]
         make = partial(torch.randn, generator=generator, device=self.device, dtype=torch.bfloat16)
         self.whole = [make(shape).transpose(1, 2) for shape in shapes]  # q, k, v and the output's gradient
-        starts = {start * length // whole for start in draw_documents(whole, seed=1)}
+        starts = {start * length // whole for start in draw_starts(PILE, whole, seed=1)}
         self.documents = tuple(sorted(starts)) if mask == "packed" else None
         self.places = {layout: self._list_rows(layout, length) for layout in ("contiguous", "zigzag", "balanced")}
 
@@ -188,27 +206,12 @@ class _Attention:
         over = times["all_gather"] / times["alone"] - 1
         hidden = 1 - (times["all_gather"] - times["alone"]) / times["exchange"]
         gain = min(peers) / min(times[name] for name in OURS) if peers else None
-        cuts = {layout: self._describe(layout) for layout in ("balanced", "zigzag") if self.documents is not None}
-        balance = "; ".join(f"{work:.2f}, {received:.1f}" for work, received in cuts.values()) or None
+        row_bytes = 2 * self.whole[1].shape[1] * self.whole[1].shape[3] * self.whole[1].element_size()
+        balance = None if self.documents is None else describe_cuts(self.documents, self.ranks, row_bytes)
         return times | {
             "balance": balance, "over": over, "hidden": hidden, "gain": gain, "difference": difference,
             "failed": "; ".join(failed) or None,
         }  # fmt: skip
-
-    def _describe(self, layout: str) -> tuple[float, float]:
-        """Of a cut: the most scores of a rank over the mean, and MB of keys and values that come to one at most."""
-        assert self.documents is not None
-        starts, mask, length = torch.tensor(self.documents), Mask(True, None, self.documents), self.whole[0].shape[2]
-        scores, rows = [], []
-        for rank in range(self.ranks):
-            chunks = list_chunks(layout, rank, self.ranks, length // self.ranks, self.documents)
-            places = torch.cat([torch.arange(*each) for each in chunks])
-            document = torch.searchsorted(starts, places, right=True) - 1
-            scores.append(int((places - starts[document] + 1).sum()))
-            steps = make_plan(layout, rank, self.ranks, length // self.ranks, mask, "all_gather").steps
-            rows.append(sum(count_rows(part) for step in steps for parts in step.receives for part in parts))
-        row_bytes = 2 * self.whole[1].shape[1] * self.whole[1].shape[3] * self.whole[1].element_size()
-        return max(scores) * self.ranks / sum(scores), max(rows) * row_bytes / 1e6
 
     def _prepare(self, way: Callable[..., Tensor], operands: list[Tensor], backward: bool) -> Callable[[], Tensor]:
         """The call to time: of the way, or of its gradients; q's is returned."""

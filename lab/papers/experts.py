@@ -19,9 +19,8 @@ from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.models import GPTConfig
 from stretto.planner import GridPlan, plan, predict, read_architecture
-from stretto.planner.capacity import max_allocated, peak
 from stretto.planner.experts.ted import list_memory
-from stretto.planner.memory import step_memory, whole_logits
+from stretto.planner.memory import max_allocated, peak, step_memory, whole_logits
 from stretto.planner.search_space import PredictKeywords
 from stretto.planner.workload import StepConfig, StepWorkload
 

@@ -24,7 +24,7 @@ from stretto.cluster import Cluster
 from stretto.models import GPTConfig
 from stretto.parallel import Grid
 from stretto.planner import predict
-from stretto.planner.capacity import outside_of_allocator, reserved
+from stretto.planner.memory import outside_of_allocator, reserved
 from stretto.planner.workload import Dtype
 
 

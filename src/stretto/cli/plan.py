@@ -35,6 +35,14 @@ ClusterName = Annotated[
 ]
 Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
+DocumentLengths = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|pile",
+        help="Lengths of the documents that sequences pack: a file with one a line, in tokens, and a count after it if "
+        "it is a histogram; pile: long-tailed ones (default: the configuration's data, or one document a sequence).",
+    ),
+]
 # Headings of --help.
 STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"
 INFERENCE = "Inference"
@@ -47,6 +55,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: the configuration's, or all).")] = None,
     batch: Batch = None,
     seq_len: SeqLen = None,
+    documents: DocumentLengths = None,
     cost: Annotated[
         str,
         typer.Option(
@@ -207,6 +216,7 @@ def plan(
     """
     if inference:
         of_training = {"CONFIG.toml": config, "--seq-len": seq_len, "--optimizer": optimizer, "--pipe": pipe}
+        of_training |= {"--documents": documents}
         of_training |= {"--recompute": recompute, "--expert": expert, "--memory": memory, "--reshard": reshard}
         requests = {"model": model, "cluster": cluster, "prompt": prompt, "context": context, "batch": batch}
         with refusing_bad_input(as_json=as_json):
@@ -218,7 +228,13 @@ def plan(
         dlrm = None if config is None else _find_dlrm(config)
         if dlrm is not None:
             of_grids = {"--model": model, "--batch": batch, "--seq-len": seq_len, "--dtype": dtype, "--pipe": pipe}
-            of_grids |= {"--optimizer": optimizer, "--recompute": recompute, "--memory": memory, "--context": context}
+            of_grids |= {
+                "--documents": documents,
+                "--optimizer": optimizer,
+                "--recompute": recompute,
+                "--memory": memory,
+                "--context": context,
+            }
             _refuse_others("a DLRM's plan, which takes --cluster, --gpus, --explain and --json", of_grids)
             plan_dlrm(dlrm, cluster, gpus, explain=explain, as_json=as_json)
             return
@@ -226,6 +242,7 @@ def plan(
             "gpus": gpus,
             "batch": batch,
             "seq_len": seq_len,
+            "documents": documents,
             "dtype": dtype,
             "optimizer": optimizer,
             "reshard": reshard,
@@ -416,9 +433,11 @@ def require_all(asked: dict[str, Any]) -> None:
 
 
 def read_workload(path: Path) -> dict[str, Any]:
-    """The planner's inputs from a training configuration. The data is not opened: it may not exist yet."""
+    """The planner's inputs from a training configuration. Of its data only some documents' lengths are read, if there
+    are any: it may not exist yet."""
     from stretto.huggingface.public_models import PUBLIC_MODELS
     from stretto.train.config import TrainConfig, load_config
+    from stretto.train.gpt.preflight import sample_documents
 
     config = load_config(path)
     if not isinstance(config, TrainConfig):
@@ -430,6 +449,7 @@ def read_workload(path: Path) -> dict[str, Any]:
         folder = config.model.name
     if folder is None and config.model.known_vocab() is None and not is_bytes:
         raise ValueError(f"{path}: model.vocab is left to the data; say it for a plan")
+    packed = sample_documents(config)
     execution = config.execution
     is_searched = not (execution.gathers_once or execution.scatters_once)
     return (
@@ -446,11 +466,23 @@ def read_workload(path: Path) -> dict[str, Any]:
             "clips": run.clip is not None,
             "two_level": run.two_level,
         }
+        | ({} if packed is None else {"documents": packed})
         | {axis: size for axis in ("context", "pipe") if (size := getattr(config.grid, axis)) > 1}
     )
 
 
-_OF_PREDICT = ("batch", "seq_len", "dtype", "optimizer", "state", "clips", "imbalance", "captured", "two_level")
+_OF_PREDICT = (
+    "batch",
+    "seq_len",
+    "documents",
+    "dtype",
+    "optimizer",
+    "state",
+    "clips",
+    "imbalance",
+    "captured",
+    "two_level",
+)
 
 
 def _schedule_of(plan: "GridPlan") -> dict[str, Any]:

@@ -98,7 +98,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
     from rich.table import Table
 
     from stretto.axes import EXPERT, INNER_TO_OUTER, STAGE_AXES
-    from stretto.planner.capacity import USABLE, max_allocated
+    from stretto.planner.memory import USABLE, max_allocated
     from stretto.planner.optimizer_state import USABLE_OF_HOST
 
     fitting = sum(plan.fits for plan in plans)

@@ -68,7 +68,7 @@ def arguments_with_targets(
     Labels would be shifted, and each sequence lose its last target; `shift_labels` are taken as they are. places: of
     each token in its document, int64 [rows, seq_len], by which transformers tells packed documents apart.
     """
-    return ({} if places is None else {"position_ids": places}) | {
+    return ({} if places is None else {"position_ids": places.to(tokens.device, non_blocking=True)}) | {
         "input_ids": tokens,
         "labels": targets,
         "shift_labels": targets,

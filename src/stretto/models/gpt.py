@@ -7,7 +7,7 @@ forward takes `positions`, and attention calls `attend`, so that sequences can b
 role of each submodule as plain data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.attend = causal_attention
         self.out = nn.Linear(config.hidden, config.hidden, bias=config.bias)
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, seen: Mapping[str, Any] | None = None) -> Tensor:
         groups = self.qkv(x).unflatten(-1, (-1, self.queries_per_group + 2, self.head_dim))
         if angles is not None:
             heads = rotate_heads(groups, angles, self.queries_per_group)
@@ -46,29 +46,22 @@ class Attention(nn.Module):
             heads = (parts[0].flatten(2, 3), parts[1].flatten(2, 3), parts[2].flatten(2, 3))
         # The output has the query's strides: heads of a token are contiguous, so that flattening it copies nothing.
         query, key, value = (part.transpose(1, 2) for part in heads)
-        attended = self.attend(query, key, value, **({} if documents is None else {"documents": documents}))
+        attended = self.attend(query, key, value, **(seen or {}))
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
     """Causal attention of [batch, heads, seq, head_dim]; queries of several heads may share one of key and value.
 
-    documents: the keys that each query sees (`document_mask`), in place of all up to its own.
+    documents: where those of all rows begin, one after another, and the end of the last (`find_starts`): a query sees
+    its own. Memory is linear in seq.
     """
+    if documents is not None:
+        from stretto.ops.attention import packed_attention
+
+        return packed_attention(query, key, value, documents)
     shares = query.shape[1] > key.shape[1]
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=documents, is_causal=documents is None, enable_gqa=shares
-    )
-
-
-def document_mask(places: Tensor) -> Tensor:
-    """The keys that causal attention within documents sees, bool [batch, 1, seq, seq].
-
-    places: of the tokens in their documents, int64 [batch, seq]; a token sees its document's first to itself.
-    """
-    seq = torch.arange(places.shape[1], device=places.device)
-    first = (seq - places)[:, None, :, None]
-    return (first <= seq) & (seq <= seq[:, None])
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shares)
 
 
 class MLP(nn.Module):
@@ -101,9 +94,9 @@ class TransformerBlock(nn.Module):
         self.mlp = MoE(config) if has_experts else MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None = None) -> Tensor:
-        seen = () if documents is None else (documents,)
-        x = x + self.dropout(self.attention(self.attention_norm(x), angles, *seen))
+    def forward(self, x: Tensor, angles: Angles | None, seen: Mapping[str, Any] | None = None) -> Tensor:
+        options = () if seen is None else (seen,)
+        x = x + self.dropout(self.attention(self.attention_norm(x), angles, *options))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
@@ -126,12 +119,14 @@ class GPT(nn.Module):
     `model(tokens)`, int64 [batch, seq], returns logits [batch, seq, vocab]. `model(tokens, targets)` returns the mean
     loss over the valid targets (those that are not -100), or their sum divided by `num_targets` if that is given: with
     gradient accumulation the divisor is the whole batch's number of targets, which a micro-batch cannot count.
-    `positions`, int64 [seq], are the tokens' places in their sequences (default: 0, 1, ...). `documents`, int64 [batch,
-    seq], are their places in their documents, if sequences pack several: a token attends to its own document alone.
-    `starts`: where documents begin, as a replaced `attend` takes it in place of a mask.
+    `positions`, int64 [seq] or [batch, seq], are the tokens' places in their sequences (default: 0, 1, ...).
+    `documents`, int64 [batch, seq], are their places in their documents, if sequences pack several: a token attends to
+    its own document alone. On a GPU they are read, which waits for it; they may be on the CPU.
+    `seen`: what `attend` is given besides, in place of these documents' starts.
     """
 
     takes_sharded_sequence = True
+    takes_balanced_documents = True  # with targets, which are cut with them
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -163,7 +158,7 @@ class GPT(nn.Module):
         num_targets: Tensor | int | None = None,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        starts: Tensor | None = None,
+        seen: Mapping[str, Any] | None = None,
     ) -> Tensor:
         seq_len = tokens.shape[1]
         if seq_len > self.config.max_seq_len:
@@ -173,14 +168,17 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(seq_len, device=tokens.device)
         if self.config.positions == "learned":
-            x = x + self.positions(positions if documents is None else documents)
+            x = x + self.positions(positions if documents is None else documents.to(x.device, non_blocking=True))
         else:  # of the whole sequence also with documents: products depend on the distance of two tokens alone
             angles = rotary_angles(positions, self.config.head_dim)
         x = self.dropout(x)
-        if documents is not None and starts is None:
-            starts = document_mask(documents)
+        if documents is not None and seen is None:
+            from stretto.ops.attention import find_starts
+
+            starts = find_starts(documents)
+            seen = {"documents": starts} if len(starts) > len(tokens) + 1 else None
         for block in self.blocks:
-            x = block(x, angles) if starts is None else block(x, angles, starts)
+            x = block(x, angles) if seen is None else block(x, angles, seen)
         logits = self.head(self.norm(x))
         return logits if targets is None else self.loss(logits, targets, num_targets)
 

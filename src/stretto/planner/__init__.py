@@ -5,11 +5,12 @@ Modules, as a plan passes through them:
 
     architecture_loader, architecture, layers         the sizes of a model, and the layers of its blocks
     search, search_space, grids, workload             `plan`: the grids and options that it compares
+    documents                                         which documents sequences pack, and how context shares them
     step                                              the record of a step, and the rules of overlap
     step_recorder                                     makes it, with bytes and seconds of these three:
     communication, collective_times, compute
     cost                                              adds a record up; `stretto.simulator.training` plays it
-    memory, activations, optimizer_state, capacity    whether the grid fits
+    memory, activations, optimizer_state              whether the grid fits
     grid_plan, explanation                            the result, and why it has its place in the ranking
     pipeline, experts                                 the same for pipeline stages, and for mixtures of experts
 """

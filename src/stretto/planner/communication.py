@@ -13,6 +13,7 @@ from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axe
 from stretto.cluster import Cluster
 from stretto.execution import MAX_EXPANDED
 from stretto.planner.architecture import Architecture
+from stretto.planner.documents import PackedDocuments
 from stretto.planner.layers import Linear
 from stretto.planner.workload import StepConfig, StepWorkload
 
@@ -103,28 +104,39 @@ def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraf
     )
 
 
-def blocks_volume(model: Architecture, grid: GridSizes, tokens: float, element: int, *, gathers: float = 1) -> Volume:
+def blocks_volume(
+    model: Architecture,
+    grid: GridSizes,
+    tokens: float,
+    element: int,
+    *,
+    gathers: float = 1,
+    documents: PackedDocuments | None = None,
+) -> Volume:
     """Equation 5.6 over all linears of all blocks, in bytes of `element` a number.
 
     A model that is sharded by blocks sends all parameters of a block, over z and data alone.
 
     `gathers`: how often a step gathers a weight over z. Algorithm 3 keeps it for the backward pass: once. In fp8, half
-    as often.
+    as often. documents: those that sequences pack.
     """
     if model.is_sharded_by_blocks:
         block = WeightTraffic.of(model.block_parameters, grid)
-        keys = 3 * keys_numbers(model, model.splitting_sizes(grid), tokens / grid.z)
+        keys = 3 * keys_numbers(model, model.splitting_sizes(grid), tokens / grid.z, documents)
         of_block = Volume(gathers * block.all_gather, block.reduce_scatter, all_reduce_data=block.data, keys=keys)
         return of_block.times(model.layers * element)
     total = Volume()
     for count, kind in model.kinds:
-        total += _block_volume(kind, grid, tokens, gathers).times(count * element)
+        total += _block_volume(kind, grid, tokens, gathers, documents).times(count * element)
     return total
 
 
-def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: float) -> Volume:
+def _block_volume(
+    model: Architecture, grid: GridSizes, tokens: float, gathers: float, documents: PackedDocuments | None
+) -> Volume:
     """Elements that one block sends, except for experts that ranks divide."""
-    total = Volume(keys=3 * keys_numbers(model, grid, tokens / grid.z))  # again, and gradients, in the backward pass
+    # Again, and gradients, in the backward pass.
+    total = Volume(keys=3 * keys_numbers(model, grid, tokens / grid.z, documents))
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
         sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
@@ -133,13 +145,22 @@ def _block_volume(model: Architecture, grid: GridSizes, tokens: float, gathers: 
     return total
 
 
-def keys_numbers(model: Architecture, grid: GridSizes, tokens: float, *, latents: bool = False) -> float:
+def keys_numbers(
+    model: Architecture,
+    grid: GridSizes,
+    tokens: float,
+    documents: PackedDocuments | None = None,
+    *,
+    latents: bool = False,
+) -> float:
     """Numbers that one rank sends of one block's keys and values in its forward pass, `tokens` of them its own.
 
-    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need. latents: of these
-    (`sends_latents`).
+    The rank that sends most, of sequences cut zig-zag: the last, whose tokens all others need; of packed documents,
+    which need their own alone, the one that sends or receives most. latents: of these (`sends_latents`).
     """
     numbers = sum(layer.latents(grid)[0] if latents else layer.exchanged_keys(grid) for layer in model.block)
+    if documents is not None and numbers:
+        return documents.over_context(grid.context).busiest * tokens * numbers
     return (grid.context - 1) * tokens * numbers
 
 
@@ -197,7 +218,14 @@ def nic_bytes(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> d
     count = config.micro_batches(workload)
     first, again = config.weight_gathers(count)
     gathers = (first + (0 if options.keeps_weights else again)) * workload.gathered_share
-    volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, workload.element, gathers=gathers)
+    volume = blocks_volume(
+        workload.model,
+        grid,
+        workload.tokens / grid.replicas,
+        workload.element,
+        gathers=gathers,
+        documents=workload.documents,
+    )
     volume = replace(volume, reduce_scatter_z=config.gradient_scatters(count) * volume.reduce_scatter_z)
     found = {}
     for kind in KINDS:

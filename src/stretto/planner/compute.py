@@ -125,7 +125,7 @@ class Device:
         num_bytes = ELEMENT_BYTES[self.dtype] * experts * (rows * k + k * n + rows * n)
         return max(computed / (self.flops * GROUPED_EFFICIENCY), num_bytes / self.memory_bandwidth)
 
-    def attention(self, flops: float, seq_len: int) -> float:
+    def attention(self, flops: float, seq_len: float) -> float:
         """Seconds of attention's own products (scores and their sum), of so many FLOPs: longer sequences run faster."""
         gpu = self.cluster.gpu
         rate = gpu.attention_flops or ATTENTION_EFFICIENCY * self.of_others.flops
@@ -184,7 +184,11 @@ def block_seconds(workload: StepWorkload, model: Architecture, config: StepConfi
             (device.matmul(tokens, n, k, "NT"), device.matmul(tokens, k, n, "NN"), device.matmul(n, k, tokens, "TN"))
         )
     flops = sum(layer.attention_flops(grid, tokens, workload.seq_len) for layer in model.block)
-    scores = device.attention(flops, workload.seq_len)
+    length, packed = float(workload.seq_len), workload.documents
+    if packed is not None and not any(layer.scores(grid) for layer in model.block):  # else masked scores are made, too
+        flops *= packed.share * packed.over_context(config.grid.context).balance
+        length = packed.length
+    scores = device.attention(flops, length)
     forward_bytes, backward_bytes = _element_wise(workload, model, grid, config.token_parts)
     if workload.dtype == "fp8":
         # Inputs are read for their scale, and cast for each of two products; gradients are cast for both at once.

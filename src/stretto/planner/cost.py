@@ -92,7 +92,14 @@ def paper_cost(workload: StepWorkload, config: StepConfig, cluster: Cluster, rat
     """
     grid = config.grid
     gathers = 1 if config.options.keeps_weights else 2
-    volume = blocks_volume(workload.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
+    volume = blocks_volume(
+        workload.model,
+        grid,
+        workload.tokens / grid.replicas,
+        PAPER_ELEMENT,
+        gathers=gathers,
+        documents=workload.documents,
+    )
     times = seconds(volume, rates, grid) + paper_expert_seconds(workload, config, cluster, gathers)
     return Cost(paper_terms(times), rates, times, sum_by_axis(times.by_name()))
 

@@ -12,7 +12,6 @@ from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
-from stretto.planner.capacity import peak, reserved
 from stretto.planner.communication import (
     Rates,
     has_nvlink_over,
@@ -27,7 +26,7 @@ from stretto.planner.experts.cost import explain_messages
 from stretto.planner.experts.ted import explain_memory, list_memory
 from stretto.planner.explanation import explain, list_formulas
 from stretto.planner.grids import divisors
-from stretto.planner.memory import RING_BYTES, local_parameters, memory, step_memory
+from stretto.planner.memory import RING_BYTES, local_parameters, memory, peak, reserved, step_memory
 from stretto.planner.optimizer_state import LOCATIONS, Formula, PinnedMemory, host_memory, host_traffic
 from stretto.planner.pipeline.memory import RankMemory
 from stretto.planner.search_space import StepChoice
@@ -71,6 +70,9 @@ class GridPlan:
     `nic_bytes` is what each network interface of a node sends in a step, in bytes by kind of collective, for kinds that
     reach other nodes.
 
+    `documents`, of packed ones: `share`, of a whole row's products of attention; and over context `balance`, `own`,
+    `busiest`, `held` and `held_of_step` (`documents.ContextShare`).
+
     `why` says why it is not the first, or not possible. `notes`, the same for every plan, say what `parallelize` has
     against the model, what is taken for granted, and what was not tried.
     """
@@ -113,6 +115,7 @@ class GridPlan:
     is_host_bound: bool = False
     nic_bytes: Mapping[str, float] = field(default_factory=dict)
     attention_way: AttentionWay | None = None
+    documents: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def peak_memory(self) -> float:
@@ -221,7 +224,7 @@ def list_ways(workload: StepWorkload, config: StepConfig) -> tuple[AttentionWay,
     ways.append("ring")
     if layers and all(layer.exchanged_heads(grid) for layer in layers):
         ways.append("ulysses")
-    return tuple(ways)
+    return tuple(ways) if workload.documents is None else tuple(ways[:1])  # as calls with documents choose
 
 
 def choose_way(
@@ -386,13 +389,32 @@ def to_plan(
         is_possible=candidate.impossible is None,
         why=candidate.impossible
         or explain(model, config, cost, candidate.memory, best.config, best.cost, limit, cluster, host)
-        + (f"; {candidate.attention.explain()}" if candidate.attention is not None else ""),
+        + (f"; {candidate.attention.explain()}" if candidate.attention is not None else "")
+        + _explain_documents(workload, config),
         notes=notes,
         host_time=None if cost.launches is None else rounded(cost.launches),
         is_host_bound=cost.is_host_bound,
         nic_bytes=nic_bytes(workload, config, cluster),
         attention_way=config.attention_way,
+        documents=_describe_documents(workload, config),
         **_describe_pipeline(candidate),
+    )
+
+
+def _describe_documents(workload: StepWorkload, config: StepConfig) -> dict[str, float]:
+    packed, ranks = workload.documents, config.grid.context
+    if packed is None:
+        return {}
+    return {"share": packed.share} | (packed.over_context(ranks)._asdict() if ranks > 1 else {})
+
+
+def _explain_documents(workload: StepWorkload, config: StepConfig) -> str:
+    found = _describe_documents(workload, config)
+    if len(found) < 2:
+        return ""
+    return (
+        f"; documents are cut by work: the largest of a rank of context is {found['balance']:.3f} of the mean, and "
+        f"{found['busiest'] / (config.grid.context - 1):.1%} of whole rows' keys travel"
     )
 
 

@@ -14,13 +14,12 @@ from stretto.axes import EXPERT, GridSizes
 from stretto.cluster import Cluster
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.capacity import max_allocated
 from stretto.planner.collective_times import collective_seconds
 from stretto.planner.communication import bandwidths, group_bandwidth
 from stretto.planner.compute import COPY_EFFICIENCY, Device
 from stretto.planner.experts.layers import MoeLayer
 from stretto.planner.grids import divisors, list_expert_grids, why_impossible
-from stretto.planner.memory import local_parameters
+from stretto.planner.memory import local_parameters, max_allocated
 from stretto.planner.workload import ELEMENT_BYTES
 from stretto.quantities import require_least
 

@@ -9,6 +9,7 @@ Components are given at the worst moment, so that their sum is the peak of what 
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from stretto.axes import GridSizes
@@ -24,12 +25,19 @@ from stretto.execution import (
 )
 from stretto.planner.activations import activations_of_a_block, recomputed_blocks
 from stretto.planner.architecture import Architecture
-from stretto.planner.capacity import peak
 from stretto.planner.communication import sends_latents
 from stretto.planner.experts.cost import group_of_shards, local_expert_parameters
 from stretto.planner.experts.layers import expert_parts
 from stretto.planner.optimizer_state import number_bytes, parameters_and_optimizer, take_over
 from stretto.planner.workload import StepConfig, StepWorkload
+
+# By how much what torch's allocator reserves exceeds what is allocated at the peak: from 0 to 5% were measured
+# (lab/results/memory).
+RESERVED = 1.02
+# The fraction of a GPU's memory that a plan may take: the rest covers errors of the prediction.
+USABLE = 0.95
+_OUTSIDE = 1.4e9  # bytes of a process outside of the allocator (lab/results/memory): CUDA's context and kernels' code
+_MAX_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
@@ -89,23 +97,26 @@ RING_BYTES = 4 << 30
 
 def exchanged_keys(workload: StepWorkload, config: StepConfig, *, has_nvlink: bool = False) -> tuple[float, float]:
     """Bytes of other ranks' keys and values that attention over context holds in a block's forward pass; and in its
-    backward pass, with their gradients, and of a ring in fp32 those of its own. Of latents that travel in their place,
-    with these and what is made on the way. has_nvlink: whether it joins the ranks of context."""
+    backward pass, with their gradients, and of a ring, or of packed documents, in fp32 those of its own. Of latents
+    that travel in their place, with these and what is made on the way. has_nvlink: whether it joins the ranks of
+    context."""
     model, element, others = workload.model, workload.element, config.grid.context - 1
     if not others:
         return 0.0, 0.0
     grid, tokens, wide = model.splitting_sizes(config.grid), config.tokens(workload), max(4, workload.element)
     of_rank = tokens * max(sum(layer.exchanged_keys(grid) for layer in kind.model.block) for kind in model.kinds)
+    packed = None if workload.documents is None else workload.documents.over_context(config.grid.context)
+    come = float(others) if packed is None else packed.held  # rows, for each of a rank's
     if sends_latents(workload, config, has_nvlink=has_nvlink):
         sent, made = map(sum, zip(*(layer.latents(grid) for layer in workload.model.kinds[0].model.block), strict=True))
-        held = others * (of_rank + tokens * (sent + made))
+        held = come * (of_rank + tokens * (sent + made))
         return held * element, 2 * held * element + tokens * sent * wide
     if config.attention_way == "ulysses":  # of fewer heads and more tokens, beside what was sent
         heads = max(sum(layer.exchanged_heads(grid) for layer in kind.model.block) for kind in model.kinds)
         return tokens * heads * element, 2 * tokens * heads * element
-    rings = config.attention_way == "ring" or (others + 1) * of_rank * element > RING_BYTES
-    held = of_rank * (min(2, others) if rings else others)
-    return held * element, 2 * held * element + rings * of_rank * wide
+    rings = config.attention_way == "ring" or config.grid.context * of_rank * element > RING_BYTES
+    held = of_rank * (min(2 * (1 if packed is None else packed.held_of_step), come) if rings else come)
+    return held * element, 2 * held * element + (rings or packed is not None) * of_rank * wide
 
 
 def memory(
@@ -423,3 +434,23 @@ def _memory_of_blocks(
     is_packed = grid.replicas > 1 and not config.state.is_separate
     note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if is_packed else 0.0)
     return parameters_and_optimizer(workload, config.state, parameters, grid.z) | max(moments, key=peak)
+
+
+def peak(components: Mapping[str, float]) -> float:
+    """Bytes in all."""
+    return sum(components.values())
+
+
+def reserved(allocated: float) -> float:
+    """Bytes that torch's allocator takes from the device if so many are allocated at the peak."""
+    return RESERVED * allocated
+
+
+def outside_of_allocator(capacity: float) -> float:
+    """Bytes of a device with this capacity that a process takes outside of the allocator."""
+    return min(_OUTSIDE, _MAX_OUTSIDE * capacity)
+
+
+def max_allocated(capacity: float) -> float:
+    """Bytes that may be allocated at the peak of a plan that fits a device of so many."""
+    return (USABLE * capacity - outside_of_allocator(capacity)) / RESERVED

@@ -12,12 +12,13 @@ from stretto.cluster import Cluster, HostTimes
 from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.capacity import max_allocated
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
+from stretto.planner.documents import read_packed
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
 from stretto.planner.grids import divisors, every_grid, why_impossible
+from stretto.planner.memory import max_allocated
 from stretto.planner.optimizer_state import check_state
 from stretto.planner.pipeline.search import PipelineSearch, judge_pipeline, replay_first
 from stretto.planner.pipeline.space import PipelineSpace, make_pipeline_space
@@ -59,8 +60,8 @@ def plan(
     cost: "full" predicts whole steps: computation and communication, with latency and overlap. "paper" counts only the
         linears' collectives (Singh, equations 5.1 to 5.7): step_time is their total.
     micro_batch: sequences of a rank in one forward pass (default: searched).
-    search: recompute, reshard, shard_sequence, overlaps, state, memory, clips, context, experts and
-        pipelines (`SearchKeywords`).
+    search: recompute, reshard, shard_sequence, overlaps, state, memory, clips, context, documents, experts
+        and pipelines (`SearchKeywords`).
 
     Returns a plan for every factorization; impossible grids come last, with the reason. With more than 200 grids with
     several pipeline stages, grids that cannot be among the first ten are skipped; a note states how many. Raises
@@ -70,7 +71,8 @@ def plan(
     asked: dict[str, Any] = {**search}
     machine = find_cluster(cluster, captured=asked.pop("captured", False))
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
-    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
+    documents = read_packed(asked.pop("documents", None), seq_len)
+    workload = StepWorkload(architecture, batch, seq_len, documents, dtype=dtype, optimizer=optimizer)
     _check_cost(cost)
     ranks = _check_gpus(machine, gpus)
     micro_batch = None if micro_batch is None else _check_micro_batch(micro_batch, batch)
@@ -187,10 +189,11 @@ def predict(
     if not isinstance(grid, Mapping):
         raise ValueError(f"grid is {grid!r}, but must be a mapping of axes to sizes, such as {{'x': 2, 'z': 4}}")
     architecture = set_imbalance(read_architecture(model, seq_len), asked.pop("imbalance", None))
+    documents = read_packed(asked.pop("documents", None), seq_len)
     of_schedule = {name: asked.pop(name, None) for name in PIPELINE_KEYWORDS[1:]}
     options = _change(options or ExecutionOptions(), **asked)
     dtype = dtype if options.fp8 is None else "fp8"
-    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
+    workload = StepWorkload(architecture, batch, seq_len, documents, dtype=dtype, optimizer=optimizer)
     sizes = check_sizes(grid)
     find_contexts(sizes.context, seq_len, sizes.ranks)
     _check_sharding(options.shard_sequence, workload.model, cost, (sizes.pipe,))
@@ -257,7 +260,7 @@ def _change(
 
 def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str, ...]:
     model, seq_len = workload.model, workload.seq_len
-    notes = list(model.notes)
+    notes = [*model.notes, *([] if workload.documents is None else [workload.documents.describe()])]
     if model.positions and seq_len > model.positions:
         notes.append(f"{model.name} has {model.positions} positions, fewer than a sequence's {seq_len} tokens")
     if any(state.location == "host" and state.step_on != "device" for state in states):

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NamedTuple, TypedDict, Unpack, get_args
 
 from stretto.axes import ExpertTensor, GridSizes
@@ -18,6 +19,7 @@ from stretto.execution import (
 )
 from stretto.planner.activations import activations_of_a_block
 from stretto.planner.architecture import Architecture
+from stretto.planner.documents import PackedDocuments
 from stretto.planner.grids import divisors, list_expert_grids
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
@@ -25,6 +27,7 @@ from stretto.quantities import require_whole
 from stretto.schedules import ServeFirst
 
 CostModel = Literal["paper", "full"]
+Documents = Sequence[int] | str | Path | PackedDocuments | None
 
 
 class FixedKeywords(TypedDict, total=False):
@@ -50,6 +53,9 @@ class SearchKeywords(FixedKeywords, total=False):
         fastest choice that fits GPU and host.
     context: ranks that each sequence is cut among, or "auto" to search them (default: 1; searched for sequences of
         32,768 tokens and more).
+    documents: lengths of the documents that sequences pack, which attention keeps apart: some lengths in tokens, the
+        path of a file of them (`documents.read_lengths`), "pile" for the long-tailed ones of The Pile, or a sample of
+        rows (`documents.PackedDocuments`) (default: one document a sequence).
     expert: ranks that divide a model's experts (default: searched, among all that fold out of data, then z).
     expert_tensor: what ranks of x do to experts, "cut" or "fold" (default: searched).
     imbalance: rows of the busiest rank of experts over the mean (default: `expert_layers.IMBALANCE`).
@@ -75,6 +81,7 @@ class SearchKeywords(FixedKeywords, total=False):
     imbalance: float | None
     captured: bool
     context: int | Literal["auto"] | None
+    documents: Documents
     pipe: int | Literal["auto"] | None
     schedule: str | None
     virtual_stages: int | None
@@ -91,7 +98,7 @@ class PredictKeywords(ExecutionKeywords, total=False):
 
     schedule, virtual_stages, extra_warm_up, limit, serve_first: of a grid with several pipeline stages, as `Pipeline`
         takes them (default: 1f1b).
-    imbalance, captured: as of `SearchKeywords`.
+    imbalance, captured, documents: as of `SearchKeywords`.
     overlaps, copy_engines: `Overlap.copy_engines`, which `parallelize(overlap=False)` leaves on, and all of its others.
     """
 
@@ -99,6 +106,7 @@ class PredictKeywords(ExecutionKeywords, total=False):
     copy_engines: bool
     imbalance: float | None
     captured: bool
+    documents: Documents
     schedule: str
     virtual_stages: int
     extra_warm_up: int

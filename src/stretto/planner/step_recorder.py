@@ -201,11 +201,14 @@ class _WorkloadRecorder:
         )
 
     def _keys(self, model: Architecture, seconds: BlockSeconds) -> KeysRecord | None:
-        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag."""
+        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag; of
+        packed documents, in more."""
         grid, config = model.splitting_sizes(self.config.grid), self.config
         has_nvlink = has_nvlink_over(self.cluster, config.grid, "context")
         latents = sends_latents(self.workload, config, has_nvlink=has_nvlink)
-        numbers, way = keys_numbers(model, grid, self.tokens, latents=latents), config.attention_way
+        packed, way = self.workload.documents, config.attention_way
+        shared = None if packed is None else packed.over_context(grid.context)
+        numbers = keys_numbers(model, grid, self.tokens, packed, latents=latents)
         if way == "ulysses":
             heads = sum(layer.exchanged_heads(grid) for layer in model.block)
             numbers = (
@@ -216,14 +219,15 @@ class _WorkloadRecorder:
             return None
         place = next(place for place, linear in enumerate(model.linears) if linear.is_rowwise)
         others = grid.context - 1 if way == "ring" else 1  # a ring sends under all keys but the last
-        own, expands, merges = others * seconds.attention / grid.context, None, 0.0
+        share = 1 / grid.context if shared is None else shared.own / others
+        own, expands, merges = others * share * seconds.attention, None, 0.0
         if way == "ring":  # results in fp32, read and written
             queries = sum(layer.exchanged_heads(grid) - layer.exchanged_keys(grid) for layer in model.block) / 2
             merges = self.device.traffic((others - 1) * 2 * 4 * self.tokens * max(queries, 0.0))
         if way == "ulysses":
             own = seconds.attention
         elif latents:  # of the last tokens' rank, the linear before its output's makes keys of all others' latents
-            expands = (grid.context - 1) * seconds.linears[place - 1][0]
+            expands = (grid.context - 1 if shared is None else shared.held) * seconds.linears[place - 1][0]
         exposed = keys if way == "ulysses" else None
         return KeysRecord(place, keys, own, BACKWARD_ATTENTION * own, expands, merges, exposed)
 

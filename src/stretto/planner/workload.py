@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from stretto.axes import GridSizes
 from stretto.execution import ExecutionOptions, StateOptions
 from stretto.planner.architecture import Architecture
+from stretto.planner.documents import PackedDocuments
 from stretto.quantities import require_whole
 from stretto.schedules import ServeFirst
 
@@ -68,12 +69,14 @@ class StepWorkload(NumberTypes):
     """A training step: the model, the global batch in sequences, and the numbers' types.
 
     Activations, gathered weights and messages are in `dtype`; parameters, gradients and optimizer state in fp32
-    (fp64 for fp64), unless the state is separate (`StepConfig.state`).
+    (fp64 for fp64), unless the state is separate (`StepConfig.state`). documents: which sequences pack, of which
+    attention keeps each apart; None for one a sequence.
     """
 
     model: Architecture
     batch: int
     seq_len: int
+    documents: PackedDocuments | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len"):

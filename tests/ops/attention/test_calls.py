@@ -8,7 +8,7 @@ from tests.ops.attention.whole import Case, attend_whole, draw_whole, find_diffe
 from torch.nn.attention.flex_attention import create_block_mask
 
 from stretto import ops
-from stretto.ops.attention import one_rank
+from stretto.ops.attention import one_rank, packed_attention
 from stretto.ops.attention.block_mask import read_block_mask
 from stretto.ops.attention.exchange import HeadExchange
 from stretto.ops.attention.plan import Mask, list_chunks
@@ -187,6 +187,11 @@ def test_lower_precision(ranks):
 
 REFUSED = {
     r"window is 1 or more positions and needs causal=True, not 4": {"window": 4},
+    r"window is 1 or more positions and needs causal=True, not 3.5": {"window": 3.5, "causal": True},
+    r"causal is True or False, not 'no'": {"causal": "no"},
+    r"documents are a tensor, int32 .*, not \[0, 16\]": {"documents": [0, 16]},
+    r"scale is a finite number, or None for 1 / sqrt\(size\), not nan": {"scale": float("nan")},
+    r"sinks is a tensor, not \[1.0, 2.0\]": {"sinks": [1.0, 2.0]},
     r"layout is contiguous, zigzag, balanced, not 'zig'": {"layout": "zig"},
     r'layout="balanced" is of causal attention: give causal=True': {"layout": "balanced"},
     r"7 positions make none: pad to 8 or use layout=\"contiguous\"": {"layout": "zigzag", "length": 7},
@@ -197,7 +202,7 @@ REFUSED = {
         "documents": torch.tensor([0, 9, 15])
     },
     r"implementation is auto, all_gather, ring, ulysses, not 'flash'": {"implementation": "flash"},
-    r"sinks are \[4\] on cpu, not \[3\]": {"sinks": torch.zeros(3)},
+    r"sinks are \[4\] floating-point numbers on cpu, not torch.float32 \[3\]": {"sinks": torch.zeros(3)},
     r"3 KV heads do not divide 4 heads": {"kv_heads": 3},
     r"no number of 2 ranks divides 4 heads and 1 KV heads: use all_gather_attention": {
         "implementation": "ulysses", "kv_heads": 1
@@ -214,6 +219,9 @@ def refuse():
         q, k = torch.zeros(1, 4, length, 8, dtype=dtype), torch.zeros(1, kv_heads, length, 8, dtype=dtype)
         with pytest.raises(ValueError, match=pattern):
             ops.context_attention(q, k, k, **options)
+    q = torch.zeros(2, 4, 8, 8)
+    with pytest.raises(ValueError, match="2 rows of 8 positions begin documents of their own, but none begins at 8"):
+        packed_attention(q, q, q, torch.tensor([0, 5, 16]))
 
 
 def differ_between_ranks():

@@ -25,6 +25,8 @@ def list_cases(ranks):
     packed = replace(plain, layout="balanced", documents=documents)
     yield packed
     yield replace(packed, window=5, length=7, documents=(0, 1, 3, 4 * ranks, 7 * ranks))
+    for scale in (0.0, -0.3):
+        yield replace(packed, scale=scale, sizes=(3, 3))
     yield Case(length=5, layout="contiguous", heads=ranks, kv_heads=ranks, window=1)
     if ranks == 4:
         yield Case(kv_heads=2)

@@ -8,11 +8,11 @@ import torch
 from tests.collectives.joint.random_algorithms import random_schedule
 from tests.ops.attention.whole import Case, see
 
-from lab.operators.document_lengths import draw_documents
 from stretto.collectives.algorithms import find
 from stretto.ops.attention.joint import OPERATOR, find_gather, find_lasting
-from stretto.ops.attention.plan import Mask, Range, list_chunks, list_key_blocks, make_plan
+from stretto.ops.attention.plan import Mask, Range, list_chunks, list_key_blocks, make_plan, measure_work
 from stretto.ops.joint.registry import name_schedule
+from stretto.planner.documents import PILE, draw_starts
 
 
 def draw_case(choose, ranks):
@@ -80,7 +80,16 @@ def test_blocks_have_each_pair_that_is_seen_once(seed):
     for _ in range(40):
         ranks = choose.choice((1, 2, 3, 5, 8))
         case, schedule = draw_case(choose, ranks), choose.choice(("all_gather", "ring"))
-        assert torch.equal(count_pairs(case, ranks, schedule), see(case, case.length * ranks).long()), (case, ranks)
+        seen = see(case, case.length * ranks)
+        assert torch.equal(count_pairs(case, ranks, schedule), seen.long()), (case, ranks)
+        found = measure_work(case.layout, ranks, case.length, Mask(case.causal, case.window, case.documents))
+        places = [torch.tensor(each) for each in list_places(case, ranks)]
+        pairs = [[seen[mine][:, theirs] for theirs in places] for mine in places]
+        rows = torch.tensor([[int(pair.any(0).sum()) for pair in row] for row in pairs]).fill_diagonal_(0)
+        assert found.scores == tuple(int(seen[mine].sum()) for mine in places)
+        assert found.own == tuple(int(row[rank].sum()) for rank, row in enumerate(pairs))
+        assert (found.sent, found.received) == (tuple(rows.sum(0).tolist()), tuple(rows.sum(1).tolist()))
+        assert found.largest_step == rows.max()
 
 
 def count_scheduled_pairs(case, ranks, schedule):
@@ -123,23 +132,16 @@ def test_chunks_that_no_rank_behind_another_needs_do_not_travel(case, copies):
     assert count_scheduled_pairs(case, 8, find("ring-all-gather").compile(ranks=8))[1] == copies
 
 
-def measure_plan(layout, rank, ranks, length, documents=None):
-    """(scores, rows that the rank receives, its blocks that need them)."""
+def count_blocks(layout, rank, ranks, length, documents=None):
+    """Blocks that need others' keys."""
     plan = make_plan(layout, rank, ranks, length, Mask(True, None, documents), "all_gather")
-    theirs = [block for step in plan.steps for block in step.blocks]
-    work = 0
-    for queries, keys, is_causal, _ in (*plan.own, *theirs):
-        rows = queries.stop - queries.start
-        work += rows * (rows + 1) // 2 if is_causal else rows * (keys.stop - keys.start)
-    received = sum(part.stop - part.start for step in plan.steps for parts in step.receives for part in parts)
-    return work, received, len(theirs)
+    return sum(len(step.blocks) for step in plan.steps)
 
 
 def test_the_work_of_zigzag_ranks_is_equal_and_of_few_calls():
+    assert measure_work("zigzag", 8, 32, Mask(True)).scores == (256 * 257 // 2 // 8,) * 8
     for rank in range(8):
-        work, _, blocks = measure_plan("zigzag", rank, 8, 32)
-        assert work == 256 * 257 // 2 // 8
-        assert blocks <= 2
+        assert count_blocks("zigzag", rank, 8, 32) <= 2
         assert list_chunks("balanced", rank, 8, 32) == list_chunks("zigzag", rank, 8, 32)
 
 
@@ -150,15 +152,14 @@ def test_the_work_of_packed_documents_is_balanced_and_few_keys_are_sent(ranks, t
     length = total // ranks // 2 * 2
     most, of_all = dict.fromkeys(("balanced", "zigzag"), 0), dict.fromkeys(("balanced", "zigzag"), 0)
     for seed in range(8):
-        documents = draw_documents(length * ranks, seed)
+        documents = draw_starts(PILE, length * ranks, seed)
         for layout in most:
-            each = [measure_plan(layout, rank, ranks, length, documents) for rank in range(ranks)]
-            work, received, blocks = zip(*each, strict=True)
-            most[layout] += max(received)
-            of_all[layout] += sum(received)
+            found = measure_work(layout, ranks, length, Mask(True, None, documents))
+            most[layout] += max(found.received)
+            of_all[layout] += sum(found.received)
             if layout == "balanced":
-                assert max(work) * ranks <= 1.05 * sum(work)
-                assert max(blocks) <= 2 * ranks
+                assert max(found.scores) * ranks <= 1.05 * sum(found.scores)
+                assert max(count_blocks(layout, rank, ranks, length, documents) for rank in range(ranks)) <= 2 * ranks
 
     assert most["balanced"] <= 1.2 * most["zigzag"]  # of the rank that receives most
     assert of_all["balanced"] <= 1.4 * of_all["zigzag"]

@@ -51,7 +51,7 @@ def see(case, total):
 def attend_whole(q, k, v, sinks, case):
     repeated = q.shape[1] // k.shape[1]
     k, v = (each.repeat_interleave(repeated, 1) for each in (k, v))
-    scores = q @ k.transpose(-1, -2) * (case.scale or q.shape[-1] ** -0.5)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if case.scale is None else case.scale)
     scores = scores.masked_fill(~see(case, q.shape[2]).to(q.device), -torch.inf)
     if sinks is not None:
         column = sinks[:, None, None].expand(q.shape[0], -1, q.shape[2], 1)

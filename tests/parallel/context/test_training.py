@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForMaskedLM, DynamicCache
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
@@ -356,6 +357,73 @@ def distances_of_packed_micro_batches() -> list[float]:
 def test_micro_batches_of_other_documents_are_trained_on_as_separate_ones(ranks):
     print(f"seed {SEED}")
     assert max(map(max, ranks(4).run(distances_of_packed_micro_batches))) < 5e-6
+
+
+def differences_of_packed_gpt(grids: list[Sizes], positions: str) -> list[float]:
+    """How far a GPT's loss and gradients are from those of one rank, and these from separate documents', in fp64.
+
+    Angles of rotary positions, which are those in the row, are fp32."""
+    options = {"positions": positions} if positions == "learned" else {"positions": "rotary", "kv_heads": 4}
+    places = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in DOCUMENTS])
+    tokens, targets = torch.randint(61, (2, 4, 16), generator=torch.Generator().manual_seed(SEED))
+    targets = targets.masked_fill(torch.rand(4, 16, generator=torch.Generator().manual_seed(SEED)) < 0.2, -100)
+    count, found = int((targets != -100).sum()), []
+    plain, *models = (build(Case(GPT, (gpt(**options),)), EXACTLY) for _ in range(1 + len(grids)))
+    loss = plain(tokens, targets, count, documents=places)
+    loss.backward()
+    apart = [
+        plain(part[None], target[None], count)
+        for row, of_row, lengths in zip(tokens, targets, DOCUMENTS, strict=True)
+        for part, target in zip(row.split(lengths), of_row.split(lengths), strict=True)
+    ]
+    found.append(distance(torch.stack(apart).sum().detach(), loss.detach()) / (1 if positions == "learned" else 1e4))
+    for sizes, whole in zip(grids, models, strict=True):
+        grid = Grid(**sizes)
+        rows = my_rows(grid, 4)
+        model = parallelize(whole, grid)
+        given: dict[str, Any] = {"tokens": tokens[rows], "targets": targets[rows], "documents": places[rows]}
+        given["num_targets"] = count
+        if sizes.get("pipe"):
+            with Pipeline(model, grid, schedule="1f1b", micro_batch_size=2) as pipeline:
+                own = pipeline.step(**given)
+        else:
+            own = model(**given)
+            own.backward()
+        theirs = dict(plain.named_parameters())
+        mine = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
+        far = [distance(gather(each.grad, layout_of(each)), theirs[name].grad) for name, each in mine]
+        found += [*far, abs(own.item() - loss.item())]
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("positions", ["rotary", pytest.param("learned", marks=LARGE)])
+def test_packed_documents_are_separate_ones_to_a_gpt_of_any_grid(ranks, positions):
+    print(f"seed {SEED}")
+    grids = [{"context": 2, "x": 2}, {"context": 4}, {"pipe": 2, "z": 2}]
+    for far in ranks(4).run(differences_of_packed_gpt, grids, positions):
+        assert max(far) < 1e-10
+
+
+class _Largest(TorchDispatchMode):
+    """The most elements that an operator has returned."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, tuple) else (found,):
+            self.count = max(self.count, each.numel() if isinstance(each, Tensor) else 0)
+        return found
+
+
+def test_a_gpt_keeps_nothing_of_all_pairs_of_packed_tokens():
+    model, places = GPT(gpt(max_seq_len=1024, positions="rotary")), torch.arange(512).repeat(2)[None]
+    with _Largest() as largest:
+        model(
+            torch.zeros(1, 1024, dtype=torch.int64), torch.zeros(1, 1024, dtype=torch.int64), documents=places
+        ).backward()
+    assert largest.count < 1024 * 1024 / 4
 
 
 def bert() -> nn.Module:

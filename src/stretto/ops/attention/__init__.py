@@ -19,6 +19,8 @@ from stretto.ops.attention.context import (
     AttentionOptions,
     all_gather_attention,
     context_attention,
+    find_starts,
+    packed_attention,
     ring_attention,
     ulysses_attention,
 )
@@ -29,7 +31,9 @@ __all__ = [
     "AttentionOptions",
     "all_gather_attention",
     "context_attention",
+    "find_starts",
     "list_chunks",
+    "packed_attention",
     "read_block_mask",
     "ring_attention",
     "tune_attention",

@@ -6,7 +6,7 @@ attends to its own keys while others' arrive, then to those, and merges both by 
 """
 
 from collections.abc import Callable
-from math import gcd
+from math import gcd, isfinite
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
 from stretto.ops.attention.joint import OPERATOR
-from stretto.ops.attention.operators import Settings, attend_by_heads, attend_to_context
+from stretto.ops.attention.operators import ALONE, Settings, attend_by_heads, attend_to_context
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.choices import can_time_calls
 from stretto.ops.joint.registry import is_runnable, name_schedule
@@ -121,6 +121,7 @@ def context_attention(
     name, ranks = find_name(group), dist.get_world_size(group)
     _require_tensors(q, k, v, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)
+    q, scale = _fold_scale(q, scale)
     chosen: str = implementation
     if implementation not in get_args(Implementation) and not _is_schedule(implementation, name):
         raise ValueError(
@@ -134,7 +135,7 @@ def context_attention(
         name,
         degree,
         causal,
-        q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale,
         layout,
         window,
         "all_gather" if chosen == "ulysses" else chosen,
@@ -143,6 +144,44 @@ def context_attention(
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart
     return run(q, k, v, sinks, documents, settings, wrap_collective)
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of this process alone to rows of packed documents: q [b, heads, s, d] -> [b, heads, s, e].
+
+    Tensors and options are `context_attention`'s, of whole rows; it needs no process group. documents: int32 or int64
+    [documents + 1], where those of all rows begin, one row after another, then b * s (`find_starts`). Every row begins
+    a document. Memory is linear in s: on GPUs, flash attention takes all documents in one call.
+    """
+    _require_tensors(q, k, v, sinks)
+    rows, length = q.shape[0], q.shape[2]
+    _require_mask(causal, window, documents, "contiguous", rows * length, 1)
+    if rows > 1 and not torch.compiler.is_compiling():
+        _require_row_starts(documents, rows, length)
+    q, scale = _fold_scale(q, scale)
+    settings = Settings(ALONE, 1, causal, scale, "contiguous", window, "all_gather")
+    one = [each.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for each in (q, k, v)]  # rows as one
+    out = attend_to_context(one[0], one[1], one[2], sinks, documents, settings, call_directly)
+    return out[0].transpose(0, 1).unflatten(0, (rows, length)).transpose(1, 2)
+
+
+@torch.compiler.disable
+def find_starts(places: Tensor) -> Tensor:
+    """Where documents begin in packed rows, one row after another, and the end of the last: int32 [documents + 1] on
+    the CPU. places: of tokens in their documents, [rows, seq]; every row begins one."""
+    firsts = (places == 0).cpu()
+    firsts[:, 0] = True
+    return torch.nn.functional.pad(firsts.view(-1).nonzero().flatten(), (0, 1), value=places.numel()).int()
 
 
 @torch.compiler.assume_constant_result
@@ -220,7 +259,20 @@ def _find_degree(heads: int, kv_heads: int, ranks: int) -> int:
     return degree
 
 
+def _fold_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """Queries and a scale above 0 that give the same scores: torch's kernels scale masked scores, -inf, too."""
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not isfinite(scale):
+        raise ValueError(f"context attention: scale is a finite number, or None for 1 / sqrt(size), not {scale}")
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+
+
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
+    for name, each in (("q", q), ("k", k), ("v", v), ("sinks", q if sinks is None else sinks)):
+        if not isinstance(each, Tensor):
+            raise ValueError(f"context attention: {name} is a tensor, not {each!r:.40} of type {type(each).__name__}")
     shapes = ", ".join(str(list(each.shape)) for each in (q, k, v))
     if any(each.dim() != 4 for each in (q, k, v)):
         raise ValueError(f"context attention takes q, k and v [batch, heads, positions, size], not {shapes}")
@@ -236,9 +288,20 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
         raise ValueError(f"context attention takes tensors that are not empty, not {shapes}")
     if q.dtype not in DTYPES:
         raise ValueError(f"context attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}: convert q, k and v")
-    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device):
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
         raise ValueError(
-            f"context attention: sinks are [{q.shape[1]}] on {q.device}, not {list(sinks.shape)} on {sinks.device}"
+            f"context attention: sinks are [{q.shape[1]}] floating-point numbers on {q.device}, not {sinks.dtype} "
+            f"{list(sinks.shape)} on {sinks.device}"
+        )
+
+
+def _require_row_starts(documents: Tensor, rows: int, length: int) -> None:
+    """ValueError unless each row begins a document."""
+    begun = set(documents.tolist())
+    if missing := [row * length for row in range(rows) if row * length not in begun]:
+        raise ValueError(
+            f"packed attention: {rows} rows of {length} positions begin documents of their own, but none begins at "
+            f"{missing[0]}: find_starts makes such documents of the tokens' places"
         )
 
 
@@ -250,10 +313,18 @@ def _require_mask(
         raise ValueError(
             'context attention: layout="balanced" is of causal attention: give causal=True, or layout="contiguous"'
         )
-    if window is not None and (not causal or window < 1):
+    if not isinstance(causal, bool):
+        raise ValueError(f"context attention: causal is True or False, not {causal!r:.40}")
+    is_whole = isinstance(window, int) and not isinstance(window, bool)
+    if window is not None and (not causal or not is_whole or window < 1):
         raise ValueError(
             f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "
             f"causal={causal}"
+        )
+    if documents is not None and not isinstance(documents, Tensor):
+        raise ValueError(
+            f"context attention: documents are a tensor, int32 [documents + 1], not {documents!r:.40}: torch.tensor("
+            "documents, dtype=torch.int32) would do"
         )
     if documents is not None and (
         documents.dim() != 1 or len(documents) < 2 or documents.dtype not in (torch.int32, torch.int64)

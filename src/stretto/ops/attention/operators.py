@@ -28,6 +28,9 @@ from stretto.ops.operator import (
     require_no_tangents,
 )
 
+ALONE = ""
+"""In place of a group's name: this process, whose sequences are whole."""
+
 
 class Settings(NamedTuple):
     """Options of the operators, which take them beside tensors. degree: of neighbours that exchange heads.
@@ -97,7 +100,7 @@ def attend_by_heads(
 
 def _agree(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings) -> Mask:
     """The mask, once all ranks are known to make this call. ValueError for documents that are none."""
-    ranks = find_group(settings.group).size()
+    ranks = _find_place(settings.group)[1]
     mask = Mask(settings.causal, settings.window, _read_documents(documents, q.shape[2] * ranks // settings.degree))
     if ranks > 1:
         shapes = " x ".join(str(list(each.shape)) for each in (q, k, v))
@@ -125,12 +128,21 @@ def _read_documents(documents: Tensor | None, total: int) -> tuple[int, ...] | N
     return known if len(known) > 2 else None
 
 
+def _find_place(group: str) -> tuple[int, int]:
+    """(rank, ranks)"""
+    if group == ALONE:
+        return 0, 1
+    members = find_group(group)
+    return members.rank(), members.size()
+
+
 def _find_call(q: Tensor, mask: Mask, settings: Settings, wrap: CollectiveWrapper) -> ContextCall:
-    group, degree = find_group(settings.group), settings.degree
-    place = group.rank() // degree, group.size() // degree
+    degree, (rank, ranks) = settings.degree, _find_place(settings.group)
+    place = rank // degree, ranks // degree
     plan = make_plan(settings.layout, *place, q.shape[2], mask, settings.schedule, degree)
     areas, room = 3 if len(plan.steps) > 1 else 1, max((step.room for step in plan.steps), default=0)
-    peers = Peers(settings.group, degree, wrap, can_copy(settings.group, q.device), areas, room)
+    by_copies = bool(plan.steps) and can_copy(settings.group, q.device)
+    peers = Peers(settings.group, degree, wrap, by_copies, areas, room)
     return ContextCall(plan, peers, settings.scale, varies=mask.documents is not None)
 
 
@@ -202,7 +214,7 @@ def _run_gradient(
     schedule: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     settings = Settings(group, degree, causal, scale, layout, window, schedule)
-    total = q.shape[2] * find_group(group).size() // degree
+    total = q.shape[2] * _find_place(group)[1] // degree
     mask = Mask(causal, window, _read_documents(documents, total))
     q, k, v = (_align(each) for each in (q, k, v))
     of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, attended, lse, sinks, _find_call(q, mask, settings, call))
@@ -232,13 +244,13 @@ def _differentiate(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Ten
 
 def _count_flops(q: torch.Size, k: torch.Size, v: torch.Size, group: str, degree: int) -> int:
     """Two products for each pair of positions, masked ones too, as torch counts attention."""
-    ranks = find_group(group).size() // degree
+    ranks = _find_place(group)[1] // degree
     return 2 * q[0] * q[1] * q[2] * k[2] * ranks * (q[3] + v[3])
 
 
 def _count_gradient_flops(q: torch.Size, k: torch.Size, v: torch.Size, group: str, degree: int) -> int:
     """Five products, as torch counts them: scores again, and the gradients of both products' operands."""
-    ranks = find_group(group).size() // degree
+    ranks = _find_place(group)[1] // degree
     return 2 * q[0] * q[1] * q[2] * k[2] * ranks * (3 * q[3] + 2 * v[3])
 
 

@@ -74,6 +74,17 @@ class Plan(NamedTuple):
     steps: tuple[ExchangeStep, ...]
 
 
+class ContextWork(NamedTuple):
+    """Of each rank: its scores, those of them with own keys, and the rows of keys that it sends and receives.
+    largest_step: the most rows that one rank sends another."""
+
+    scores: tuple[int, ...]
+    own: tuple[int, ...]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    largest_step: int
+
+
 class _Span(NamedTuple):
     """Positions from start to stop, of one document: a rank's rows from `row` on."""
 
@@ -136,15 +147,7 @@ def make_plan(layout: str, rank: int, ranks: int, length: int, mask: Mask, sched
     on from neighbour to neighbour. A step moves as many bytes, rows that a rank does not need are left out, and so are
     steps in which no rank needs any.
     """
-    whole = degree, ranks * degree, length // degree, mask.documents
-    chunks = [_join(sorted(list_chunks_together(layout, peer, *whole))) for peer in range(ranks)]
-    spans = [_list_spans(each, mask) for each in chunks]
-    blocks = {
-        (here, peer): _list_blocks(spans[here], spans[peer], mask)
-        for here in range(ranks)
-        for peer in range(ranks)
-        if peer != here
-    }
+    spans, blocks = _list_all(layout, ranks, length, mask, degree)
     distances = [
         distance
         for distance in range(1, ranks)
@@ -155,6 +158,51 @@ def make_plan(layout: str, rank: int, ranks: int, length: int, mask: Mask, sched
         _list_own_blocks(spans[rank], mask),
         tuple(_make_step(blocks, rank, ranks, set(distances)) for distances in groups),
     )
+
+
+def measure_work(layout: str, ranks: int, length: int, mask: Mask) -> ContextWork:
+    """Count what `make_plan`'s plans of all ranks compute and exchange, forward."""
+    spans, blocks = _list_all(layout, ranks, length, mask, 1)
+    own = [sum(map(_count_scores, _list_own_blocks(each, mask))) for each in spans]
+    rows = {pair: sum(map(count_rows, _join(sorted(each.keys for each in found)))) for pair, found in blocks.items()}
+    others = [range(rank + 1, rank + ranks) for rank in range(ranks)]
+    return ContextWork(
+        tuple(
+            own[rank] + sum(_count_scores(block) for peer in others[rank] for block in blocks[rank, peer % ranks])
+            for rank in range(ranks)
+        ),
+        tuple(own),
+        tuple(sum(rows[peer % ranks, rank] for peer in others[rank]) for rank in range(ranks)),
+        tuple(sum(rows[rank, peer % ranks] for peer in others[rank]) for rank in range(ranks)),
+        max(rows.values(), default=0),
+    )
+
+
+def _list_all(
+    layout: str, ranks: int, length: int, mask: Mask, degree: int
+) -> tuple[list[list[_Span]], dict[tuple[int, int], list[Block]]]:
+    """Spans of each rank, and the blocks of each rank's queries with each other rank's keys."""
+    whole = degree, ranks * degree, length // degree, mask.documents
+    chunks = [_join(sorted(list_chunks_together(layout, peer, *whole))) for peer in range(ranks)]
+    spans = [_list_spans(each, mask) for each in chunks]
+    blocks = {
+        (here, peer): _list_blocks(spans[here], spans[peer], mask)
+        for here in range(ranks)
+        for peer in range(ranks)
+        if peer != here
+    }
+    return spans, blocks
+
+
+def _count_scores(block: Block) -> int:
+    queries, keys = count_rows(block.queries), count_rows(block.keys)
+    if block.is_causal and block.left is None:
+        return queries * (queries + 1) // 2
+    if block.left is None:
+        return queries * keys
+    ends = range(1, keys + 1) if block.is_causal else [keys] * queries
+    firsts = (max(0, query + keys - queries - block.left) for query in range(queries))
+    return sum(end - first for end, first in zip(ends, firsts, strict=True))
 
 
 @lru_cache(maxsize=64)

@@ -25,7 +25,7 @@ from stretto.huggingface.attention.linear_attention import (
 )
 from stretto.huggingface.loss import compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model, unwrap
-from stretto.ops.attention import context_attention
+from stretto.ops.attention import context_attention, find_starts
 from stretto.ops.attention.exchange import can_copy
 from stretto.ops.attention.gathered import attend_to_gathered
 from stretto.ops.attention.gathered import gather_rows as gather_seen_rows
@@ -78,6 +78,7 @@ class SequenceParts:
         has_states = self.is_pretrained and bool(linear_attentions_of(model))
         self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
         self._has_states = has_states
+        self._balances = self.is_pretrained or getattr(model, "takes_balanced_documents", False)
         self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []
         # Arguments have the names of the wrapper's forward, if it has any, and reach the model within by these.
@@ -99,7 +100,8 @@ class SequenceParts:
         """The layout of one batch: balanced for packed rows, if the model itself compares its logits with the labels
         that are cut with them. A caller who compares logits cuts zig-zag (`cut_sequences`), and so do dropout's masks.
         """
-        has_labels = given.get("labels") is not None or given.get("shift_labels") is not None
+        names = ("labels", "shift_labels") if self.is_pretrained else ("targets",)
+        has_labels = self._balances and any(given.get(name) is not None for name in names)
         balances = self.layout == "zigzag" and documents is not None and has_labels and not self.has_dropout
         return "balanced" if balances else self.layout
 
@@ -166,15 +168,15 @@ class SequenceParts:
         at = next((name for name in _POSITIONS if name in self._names), None)
         if at is not None and found.get(at) is None:
             here = self.cut(torch.arange(length, device=given[name].device)[None])
-            found[at] = here[0] if at == "positions" else here
+            found[at] = here[0] if at == "positions" and len(here) == 1 else here
         self._gives_documents = documents is not None
         if documents is not None and not self.is_pretrained:
-            found["starts"] = documents
+            found["seen"] = {"documents": documents, "layout": layout}
         elif documents is not None:
             found |= {"cu_seq_lens_q": documents, "cu_seq_lens_k": documents}
             if isinstance(mask := found.get("attention_mask"), Tensor):
                 found["context_padding"] = mask == 0
-        if layout != self.layout:
+        if layout != self.layout and self.is_pretrained:
             found["context_layout"] = layout  # for attention, which may be recomputed after another batch
         is_small = 0 < rows * length * self.expanded <= MAX_EXPANDED
         if is_small and (documents is None or rows == 1):
@@ -209,9 +211,7 @@ class SequenceParts:
             of_transformers.refuse_arguments(model, given, length)
             documents, begins = of_transformers.find_documents(model, given, rows, length)
         elif isinstance(places := given.get("documents"), Tensor):
-            firsts = (places == 0).cpu()
-            firsts[:, 0] = True
-            documents = nn.functional.pad(firsts.view(-1).nonzero().flatten(), (0, 1), value=rows * length).int()
+            documents = find_starts(places)
         layout = self._choose_layout(given, documents)
         self._packed = self._places = None
         if layout == "balanced" and documents is not None:

@@ -19,18 +19,18 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, is_in
 from stretto.parallel.comm.autograd import SelectiveMode
 
 Angles = tuple[Tensor, Tensor]
-"""Cosines and sines, fp32 [seq_len, head_dim / 2]."""
+"""Cosines and sines, fp32 [seq_len, head_dim / 2], or [batch, seq_len, head_dim / 2] of rows apart."""
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def rotary_angles(positions: Tensor, head_dim: int) -> Angles:
-    """Compute cosines and sines [seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000).
+    """Compute cosines and sines [..., seq_len, head_dim / 2] of rotary position embedding, fp32 (base 10,000).
 
-    positions: of a sequence's tokens, int64 [seq_len].
+    positions: of a sequence's tokens, int64 [seq_len]; or of each row's, [batch, seq_len].
     """
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = torch.outer(positions.float(), 10_000.0**-exponents)
+    angles = positions.float().unsqueeze(-1) * 10_000.0**-exponents
     return angles.cos(), angles.sin()
 
 
@@ -50,6 +50,12 @@ def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[T
         raise ValueError(
             f"qkv is [batch, seq, groups, {queries_per_group} + 2, head_dim], head_dim even, not {list(qkv.shape)}"
         )
+    if angles[0].dim() == 3 and angles[0].shape[:2] == angles[1].shape[:2] == qkv.shape[:2]:  # as of one row
+        rows = rotate_heads(
+            qkv.flatten(0, 1)[None], (angles[0].flatten(0, 1), angles[1].flatten(0, 1)), queries_per_group
+        )
+        query, key, value = (each[0].unflatten(0, qkv.shape[:2]) for each in rows)
+        return query, key, value
     if not angles[0].shape == angles[1].shape == (qkv.shape[1], qkv.shape[4] // 2):
         raise ValueError(
             f"angles of {qkv.shape[1]} positions and heads of {qkv.shape[4]} features are two tensors "

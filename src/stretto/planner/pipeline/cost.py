@@ -318,7 +318,9 @@ def paper_pipeline_cost(workload: StepWorkload, plan: PipelineEstimate, cluster:
     blocks, moe_blocks = max((sum(stages.blocks), sum(stages.moe_blocks)) for stages in plan.ranks)
     gathers = 1 if config.options.keeps_weights else 2
     stage = workload.stage(blocks, is_first=False, is_last=False, moe_blocks=moe_blocks)
-    volume = blocks_volume(stage.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers)
+    volume = blocks_volume(
+        stage.model, grid, workload.tokens / grid.replicas, PAPER_ELEMENT, gathers=gathers, documents=workload.documents
+    )
     times = seconds(volume, rates, grid) + paper_expert_seconds(stage, config, cluster, gathers)
     terms = paper_terms(times)
     rate = getattr(cluster.gpu.empirical_flops, workload.dtype) or MATMUL_EFFICIENCY * cluster.require(

@@ -18,10 +18,9 @@ from stretto.cluster import Cluster
 from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
 from stretto.planner.activations import recomputed_blocks
 from stretto.planner.architecture import Architecture
-from stretto.planner.capacity import peak
 from stretto.planner.communication import has_nvlink_over, has_nvlink_over_z, message_numbers
 from stretto.planner.grids import divisors
-from stretto.planner.memory import local_parameters, step_memory
+from stretto.planner.memory import local_parameters, peak, step_memory
 from stretto.planner.optimizer_state import take_over
 from stretto.planner.pipeline.stage_times import RankStages, stage_workload
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from stretto.axes import NAMES, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions
-from stretto.planner.capacity import peak
 from stretto.planner.communication import Rates, Volume, bandwidths, blocks_volume, seconds
 from stretto.planner.compute import Device, block_seconds, cast_seconds
 from stretto.planner.cost import Cost
@@ -22,7 +21,7 @@ from stretto.planner.experts.cost import expert_seconds, expert_volume, local_ex
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, ChosenWay, check_finite, choose_way, rounded
 from stretto.planner.grids import divisors, every_grid, why_impossible
-from stretto.planner.memory import local_parameters
+from stretto.planner.memory import local_parameters, peak
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
 from stretto.planner.pipeline.cost import (
     PipelineEstimate,
@@ -185,7 +184,9 @@ class PipelineSearch:
             return count_of_batches * sum(self._computed[key]) / grid.pipe
         if grid not in self._sent:
             tokens, share = workload.tokens / grid.replicas, workload.gathered_share
-            volume = blocks_volume(workload.model, sizes, tokens, workload.element, gathers=share)
+            volume = blocks_volume(
+                workload.model, sizes, tokens, workload.element, gathers=share, documents=workload.documents
+            )
             sent = seconds(volume, self._rates_of(grid), grid)
             sums = self._min_waits * (sent.all_reduce_x + sent.all_reduce_y)
             of_experts = self._min_of_experts(sizes)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,6 +39,7 @@ _MAGIC = b"STRDOCS1"
 _END_BYTES = 1 << 16  # of a file, at either end, that its cache's key is made of
 _CHECKS_IN_DESCRIPTION = 16
 _FILES_IN_DESCRIPTION = 1000
+_SAMPLED, _SAMPLED_FILES = 1000, 20  # documents, and files, of a sample of lengths
 
 Encode = Callable[[list[str]], Iterable[Sequence[int] | NDArray[Any]]]
 
@@ -64,6 +66,22 @@ def open_documents(
         _open_cached(file, cached_file(f"tokens/{_key(file, key)}.docs", partial(write, file=file))) for file in files
     ]
     return DocumentStream(found), max(vocab, *(each.vocab for each in found))
+
+
+def sample_lengths(
+    files: Sequence[Path], format: str, *, field: str, tokenizer: Path | None, separator: str | None
+) -> list[int]:
+    """Tokens of some documents of the first files, as `open_documents` would cut them: without empty ones."""
+    encode = _encoder(tokenizer)[0]
+    ending = 0 if separator is None else len(next(iter(encode([separator]))))
+    lengths: list[int] = []
+    for file in files[:_SAMPLED_FILES]:
+        count = -(-_SAMPLED // min(len(files), _SAMPLED_FILES))
+        for is_first, ids in _encoded(islice(read_documents(file, format, field), count), encode):
+            if is_first:
+                lengths.append(ending)
+            lengths[-1] += len(ids)
+    return [length for length in lengths if length > ending]
 
 
 def _encoder(path: Path | None) -> tuple[Encode, int, bytes]:

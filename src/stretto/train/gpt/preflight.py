@@ -19,6 +19,7 @@ from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.models import GPTConfig
 from stretto.planner import predict
 from stretto.planner.architecture import Architecture
+from stretto.planner.documents import PackedDocuments, pack
 from stretto.planner.grid_plan import GridPlan
 from stretto.planner.grids import why_impossible
 from stretto.planner.optimizer_state import max_parameters, min_on_device, number_bytes, state_on_host
@@ -32,7 +33,8 @@ from stretto.train.checkpoint.torch_format import fit_to_model, read_index
 from stretto.train.config import TrainConfig
 from stretto.train.config.rules import nearest_grid
 from stretto.train.data import SequenceDataset, open_dataset, write_demo_corpus
-from stretto.train.data.files import find_files
+from stretto.train.data.documents import sample_lengths
+from stretto.train.data.files import OF_DOCUMENTS, find_files
 from stretto.train.gpt.model_source import FolderSource, GPTSource, HuggingFaceSource, ModelSource
 from stretto.train.path_checks import PYTHON_DOCS, check_outside_data
 
@@ -125,7 +127,7 @@ def check_takes_documents(config: TrainConfig, source: ModelSource, model: "nn.M
     from stretto.huggingface.context import ignores_documents
 
     reason = ignores_documents(model) if isinstance(source, HuggingFaceSource) else None
-    if config.train.cuda_graph and (isinstance(source, HuggingFaceSource) or config.grid.context > 1):
+    if config.train.cuda_graph:
         reason = "train.cuda_graph is on, and a graph cannot wait for the host, which looks for them"
     if reason is not None:
         raise ValueError(
@@ -260,8 +262,42 @@ def plan_of_run(config: TrainConfig, source: ModelSource, cluster: Cluster) -> G
         options=options,
         state=run.state,
         clips=run.clip is not None,
-        **_schedule_of(config),
+        **_schedule_of(config) | {"documents": sample_documents(config)},
     )
+
+
+def sample_documents(config: TrainConfig) -> PackedDocuments | None:
+    """Rows that pack documents as the run's do, of a sample of its data; None where there are none, or no data yet.
+
+    Data sets that are mixed have their shares of the rows.
+    """
+    data, folder = config.data, config.model.path
+    tokenizer = data.tokenizer if data.tokenizer not in (None, "bytes") else folder if data.tokenizer is None else None
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    if not data.document_mask or PYTHON_DOCS in paths:
+        return None
+    sources = [[path] for path in paths] if data.weights is not None else [paths]
+    rows: list[tuple[int, ...]] = []
+    try:
+        for source, weight in zip(sources, data.weights or [1.0], strict=True):
+            format, files = find_files(source, data.format)
+            lengths = (
+                []
+                if format not in OF_DOCUMENTS
+                else sample_lengths(
+                    files,
+                    format,
+                    field=data.field,
+                    tokenizer=None if tokenizer is None else Path(tokenizer).expanduser(),
+                    separator=data.separator,
+                )
+            )
+            own = pack([(length, 1) for length in lengths or [1 << 40]], config.train.seq_len).rows
+            rows += own[: math.ceil(len(own) * weight / sum(data.weights or [1.0]))]
+    except ValueError:  # a path that is missing, or what is no data: training says so
+        return None
+    is_packed = any(len(row) > 2 for row in rows)
+    return PackedDocuments(tuple(rows)) if is_packed else None
 
 
 def _schedule_of(config: TrainConfig) -> PredictKeywords:

@@ -351,7 +351,7 @@ class GPTTask(TrainTask):
 
         Where some targets are ignored, also how many of the global batch are not, int64 [rows]: the same number for
         each row, so that each micro-batch has it; and where sequences have several documents, the tokens' places in
-        these, int64 [rows, seq_len].
+        these, int64 [rows, seq_len], on the host.
         """
         note("data", step)
         tokens, targets, *places = self._read(self.dataset, self._rows(step))
@@ -366,18 +366,20 @@ class GPTTask(TrainTask):
         return self.sampler.indices(step - 1)[rows]
 
     def _read(self, dataset: SequenceDataset, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """Read inputs, targets, and with documents places, of sequences to the device, int64 [rows, seq_len] each."""
+        """Read inputs and targets of sequences to the device, and with documents places, which stay on the host, where
+        attention's blocks are planned by them: int64 [rows, seq_len] each."""
         inputs, targets = zip(*map(dataset.read, indices), strict=True)
-        parts = [np.stack(inputs), np.stack(targets)]
+        found = tuple(self._to_device(np.stack([np.stack(inputs), np.stack(targets)])).unbind())
         if dataset.has_documents:
-            parts.append(np.stack([dataset.read_places(index) for index in indices]))
-        return tuple(self._to_device(np.stack(parts)).unbind())
+            found += (self._pin(np.stack([dataset.read_places(index) for index in indices])),)
+        return found
 
     def _to_device(self, array: NDArray[np.int64]) -> Tensor:
+        return self._pin(array).to(self.grid.device, non_blocking=True)
+
+    def _pin(self, array: NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
-        if self.grid.device.type == "cuda":
-            tensor = tensor.pin_memory().to(self.grid.device, non_blocking=True)
-        return tensor
+        return tensor.pin_memory() if self.grid.device.type == "cuda" else tensor
 
 
 def _finite(value: float) -> float | None:
