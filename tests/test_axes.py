@@ -315,7 +315,8 @@ dist.init_process_group("gloo", init_method="file://" + FOLDER + "/store", rank=
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, gather, layout_of, parallelize, validate
 from stretto.parallel.layers.dropout import ParallelDropout
-from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from tests.train.saving import save_checkpoint
+from stretto.train.checkpoint import load_checkpoint
 from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from pathlib import Path

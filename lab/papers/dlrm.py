@@ -13,8 +13,7 @@ from typing import Any
 from lab.harness import ANY_CPU, Measured, Table, column, columns_of
 from lab.papers import Compared, read_paper
 from lab.pictures import select
-from stretto.bench.harness import Column
-from stretto.recommendation.simulation import (
+from lab.simulated_dlrm import (
     EXCHANGES,
     FIDELITIES,
     FUSIONS,
@@ -23,6 +22,7 @@ from stretto.recommendation.simulation import (
     find_kernels,
     simulate_recommendation,
 )
+from stretto.bench.harness import Column
 from stretto.simulator.network import NetworkTopology
 from stretto.simulator.network.shapes import dragonfly, fat_tree, ring, switch, torus
 

@@ -15,6 +15,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,16 +168,12 @@ ANSWERS = (
     Answer(f"simulate step {STEP} --overlap some", REFUSED, "takes all, none, or some of all_reduce"),
     Answer(f"simulate step {STEP} --what-if more", REFUSED, "must be one of nic, gpu, link, or all"),
     Answer(f"simulate step {STEP} --grid x=7", REFUSED, "x=7 does not divide 12 heads"),
-    Answer("simulate dlrm --topology torus:2x4 --bandwidth 200Gb/s --latency 700ns --fused both", DONE, "less time"),
-    Answer(f"simulate dlrm {RING} --collective by-dimension", REFUSED, "no torus of two dimensions"),
     Answer(f"simulate trace nothing/step {RING}", REFUSED, "there is no nothing/step.0.et"),
     Answer(f"simulate trace nothing/step {RING} --replay", REFUSED, "leave out --topology"),
     Answer("simulate trace step --replay --algorithm all_reduce=rign", REFUSED, "did you mean 'ring'"),
     Answer("simulate trace step --replay --bandwidth 1GB/s", REFUSED, "leave out --topology"),
     Answer("simulate trace step --replay --algorithm all_redcue=ring", REFUSED, "did you mean 'all_reduce'"),
     Answer("simulate export nothing/trace.json step", REFUSED, "stretto train --trace"),
-    Answer(f"simulate dlrm {RING} --kernels a100", REFUSED, "mi210"),
-    Answer(f"simulate dlrm {RING} --fused backward", REFUSED, "forward, both"),
     Answer(
         f"simulate collective all_reduce {RING} --algorithm two-level-ring --bytes 1MiB", REFUSED, "--ranks-per-node"
     ),
@@ -312,13 +309,13 @@ def write_files(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     """Write the smallest checkpoint: of one tensor, of which only the checksum is right."""
-    from stretto.train.checkpoint.integrity import crc32, to_text
+    from stretto.train.checkpoint.integrity import to_text
     from stretto.train.checkpoint.metadata import CheckpointMetadata
 
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(b"a piece.")
     chunk = {"offsets": [0], "sizes": [2], "file": "__0_0.distcp", "start": 0, "bytes": 8}
-    chunk["checksum"] = to_text(crc32(b"a piece."))
+    chunk["checksum"] = to_text(zlib.crc32(b"a piece."))
     tensors = {"model.weight": {"shape": [2], "dtype": "float32", "chunks": [chunk]}}
     about = {"format": 2, "step": 3, "torch": "", "optimizer": "sgd", "model": {}, "run": {}, "data": {}}
     (folder / "metadata.json").write_bytes(CheckpointMetadata.model_validate(about | {"tensors": tensors}).to_bytes())

@@ -6,8 +6,11 @@ and a range of bytes with the flip in it; and as found in use if a resumed run, 
 with the names of file and tensor. A run cannot detect damage to a file that it does not read (torch's own index).
 """
 
+import io
 import random
+import struct
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,6 +54,7 @@ class _Bytes:
     """Bytes of a file, and whether a run reads them.
 
     name: of the tensor, as `verify` has it; used_as: as a run has it. Both are None where the bytes are no tensor's.
+    has_container: they are checked by the CRCs in torch's zip container, which its records alone have.
     """
 
     start: int
@@ -58,6 +62,7 @@ class _Bytes:
     name: str | None
     used_as: str | None
     is_read: bool
+    has_container: bool = False
 
 
 def bench_flips(setting: FlipsSetting, out: Path) -> dict[str, Any]:
@@ -117,6 +122,8 @@ def _flip_all(place: _Target, count: int, generator: random.Random) -> dict[str,
         (file,) = generator.choices(files, sizes)
         bit = generator.randrange(8 * file.stat().st_size)
         part = next(each for each in parts[file] if each.start <= bit // 8 < each.stop)
+        if part.has_container:
+            bit = 8 * generator.choice(_bytes_of_records(file, part)) + bit % 8
         with _flipped(file, bit):
             is_named = any(
                 (damage.file, damage.tensor) == (file.name, part.name) and damage.start <= bit // 8 < damage.stop
@@ -177,12 +184,26 @@ def _parts_of(place: _Target, file: Path) -> list[_Bytes]:
         for name, entry in read_index(place.path).tensors.items()
         for chunk in entry.chunks
     }
+    checked = {name for name, entry in read_index(place.path).tensors.items() if entry.chunks[0].checksum is not None}
     found = []
     for piece in read_pieces(place.path):
         if piece.place.file == file.name:
             name = used.get((file.name, piece.place.start))
             stop = piece.place.start + piece.place.bytes
-            found.append(_Bytes(piece.place.start, stop, piece.tensor, name, name is not None))
+            has_container = name not in checked
+            found.append(_Bytes(piece.place.start, stop, piece.tensor, name, name is not None, has_container))
+    return found
+
+
+def _bytes_of_records(file: Path, part: _Bytes) -> list[int]:
+    """The bytes of a file that are in records of a container."""
+    content = file.read_bytes()[part.start : part.stop]
+    found: list[int] = []
+    with zipfile.ZipFile(io.BytesIO(content)) as container:
+        for record in container.infolist():
+            lengths = struct.unpack_from("<HH", content, record.header_offset + 26)
+            first = part.start + record.header_offset + 30 + sum(lengths)
+            found += range(first, first + record.file_size)
     return found
 
 

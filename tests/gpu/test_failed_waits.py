@@ -32,10 +32,10 @@ from stretto.ops.operator import _caches
 from stretto.optim import AdamW
 from stretto.optim.guard import guard
 from stretto.parallel import CapturedStep
-from stretto.train.checkpoint import save_state
 from stretto.train.checkpoint.storage import LocalBox, ShardedState
 from tests.gpu.sharing import sampled
 from tests.gpu.watched import run_watched
+from tests.train.saving import save_state
 
 Run = Callable[..., list[Any]]
 Step = Callable[[], tuple[Tensor, ...]]

@@ -28,7 +28,7 @@ from stretto.parallel import (
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.layers.fused import rotary_angles
 from stretto.parallel.recomputation import _HostInputs
-from stretto.recommendation.pooled_exchange import _ExchangePooled
+from stretto.recommendation.pooled_exchange import exchange_parts
 from tests.parallel import zoo
 from tests.parallel.training import Sizes, my_rows
 from tests.peak_memory import PeakMemory
@@ -314,7 +314,7 @@ def exchange_in_recomputation(mode: str) -> tuple[int, Tensor]:
     pooled = torch.arange(12.0).view(4, 3).requires_grad_()
     with count_collectives(grid) as counts:
         checkpoint(
-            lambda x: _ExchangePooled.apply(x.sin(), (3, 3), grid.group("x")).square(),
+            lambda x: exchange_parts(x.sin().flatten(), [6, 6], [6, 6], grid.group("x"), needs_grad=True).square(),
             pooled,
             use_reentrant=False,
             context_fn=partial(recomputation_contexts, mode),

@@ -26,9 +26,10 @@ from stretto.recommendation import (
 from stretto.recommendation.index_exchange import IndexExchange
 from stretto.recommendation.table_cache import RowCache
 from stretto.recommendation.table_state import table_state
-from stretto.train.checkpoint import checkpoint_path, load_state, save_state
+from stretto.train.checkpoint import checkpoint_path, load_state
 from stretto.train.checkpoint.metadata import read_metadata
 from tests.recommendation.sharding import gather
+from tests.train.saving import save_state
 
 CONFIG = DLRMConfig(rows=(300, 7, 120, 24), dim=8, bottom=(8,), top=(1,), dense=2)
 BATCH = 24

@@ -17,9 +17,10 @@ from torch import Tensor
 from stretto.parallel import Grid
 from stretto.recommendation import ShardedTables, TablePlacement, TableSize, distribute_tables, distributed_state
 from stretto.recommendation.table_state import table_state
-from stretto.train.checkpoint import load_state, save_state
+from stretto.train.checkpoint import load_state
 from stretto.train.checkpoint.metadata import read_metadata
 from tests.recommendation import dlrm
+from tests.train.saving import save_state
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sgd": {"weight_decay": 0.1, "max_norm": 0.02},

@@ -148,7 +148,8 @@ def test_a_model_without_tables_is_refused() -> None:
 
 
 def largest_part(placement: TablePlacement) -> float:
-    return max(*placement.memory_shares(), *placement.work_shares())
+    held = [sum(placement.tables[table].numbers for table in owned) for owned in placement.owned]
+    return max(max(held) / sum(held), *placement.work_shares())
 
 
 def test_tables_of_one_size_are_dealt_out_evenly() -> None:

@@ -21,7 +21,7 @@ from stretto.recommendation.training.config import DLRMTrainConfig, sizes_of, ta
 from stretto.recommendation.training.evaluation import roc_auc
 from stretto.recommendation.training.preflight import open_clicks
 from stretto.recommendation.training.task import DLRMTask
-from stretto.train.checkpoint import check_checkpoint, checkpoint_path, find_checkpoint
+from stretto.train.checkpoint import checkpoint_path, find_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.checkpoint.storage import read_tensor
 from stretto.train.config import ConfigError, config_to_toml, job_from_json, load_config
@@ -32,6 +32,7 @@ from stretto.train.preflight import preflight
 from tests.conftest import Ranks
 from tests.pool import Pool
 from tests.recommendation import click_runs
+from tests.train.saving import check_checkpoint
 
 MakeRanks = Callable[[int], Ranks]
 

@@ -16,12 +16,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tests.faults.flips import FlipsSetting, bench_flips
 from tests.processes import LIMIT
+from tests.train.saving import save_checkpoint
 from torch import Tensor, nn
 from torch.optim import AdamW
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
-from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint, training_state
+from stretto.train.checkpoint import checkpoint_path, load_checkpoint, training_state
 from stretto.train.checkpoint import metadata as metadata_module
 from stretto.train.checkpoint import storage as checkpoint_storage
 from stretto.train.checkpoint.integrity import seal

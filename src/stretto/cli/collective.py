@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 NOT_VERIFIED = 1
 MAX_SCRIPT_BYTES = 16 * 2**20
 
-app = App(
-    help="Write collectives as programs over chunks: compile them to MSCCL XML, verify, simulate and run them.",
-)
+app = App(help="Write collectives as programs over chunks: compile them to MSCCL XML, verify, simulate and run them.")
 
 Program = Annotated[
     str,
@@ -68,8 +66,7 @@ Sets = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Another parameter of the algorithm.")
 ]
 InPlace = Annotated[
-    bool | None,
-    typer.Option("--in-place/--out-of-place", help="Whether input and output share memory."),
+    bool | None, typer.Option("--in-place/--out-of-place", help="Whether input and output share memory.")
 ]
 Instances = Annotated[int, typer.Option(help="Number of instances of the whole program, each for a part of the data.")]
 Protocol = Annotated[str, typer.Option(help="Simple, LL or LL128.")]
@@ -136,8 +133,7 @@ def compile_(
         if output is not None:
             require_writable(output, "--output")
         made = compile_algorithm(
-            name,
-            Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots, min_bytes, max_bytes),
+            name, Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots, min_bytes, max_bytes)
         )
         require_limits(made, limits)
         found = verify(made, slots=slots, waive=waive or ())

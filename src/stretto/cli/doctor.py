@@ -38,8 +38,7 @@ def doctor(
         bool, typer.Option("--kernels", help="Call kernels at random for half a minute, and check all results.")
     ] = False,
     preflight: Annotated[
-        bool,
-        typer.Option("--preflight", help="Measure all ranks' products, links, files, clocks; name what is slow."),
+        bool, typer.Option("--preflight", help="Measure all ranks' products, links, files, clocks; name what is slow.")
     ] = False,
     ranks: Annotated[
         int | None,

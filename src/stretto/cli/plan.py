@@ -74,13 +74,11 @@ def plan(
     recompute: Annotated[
         str | None,
         typer.Option(
-            help=f"As train.recompute: {option_help('recompute')} (default: none or full).",
-            rich_help_panel=STEP,
+            help=f"As train.recompute: {option_help('recompute')} (default: none or full).", rich_help_panel=STEP
         ),
     ] = None,
     optimizer_state: Annotated[
-        str | None,
-        typer.Option(help="As train.optimizer_state: fp32, device or host.", rich_help_panel=STEP),
+        str | None, typer.Option(help="As train.optimizer_state: fp32, device or host.", rich_help_panel=STEP)
     ] = None,
     sparsity: Annotated[
         float | None,
@@ -90,10 +88,7 @@ def plan(
             rich_help_panel=STEP,
         ),
     ] = None,
-    clip: Annotated[
-        bool | None,
-        typer.Option(help="Whether gradients are clipped.", rich_help_panel=STEP),
-    ] = None,
+    clip: Annotated[bool | None, typer.Option(help="Whether gradients are clipped.", rich_help_panel=STEP)] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -186,8 +181,7 @@ def plan(
         int | None, typer.Option(help="For message-driven: micro-batches in flight.", rich_help_panel=PIPELINES)
     ] = None,
     serve_first: Annotated[
-        str | None,
-        typer.Option(help="For message-driven: arrival, backward or forward.", rich_help_panel=PIPELINES),
+        str | None, typer.Option(help="For message-driven: arrival, backward or forward.", rich_help_panel=PIPELINES)
     ] = None,
     inference: Annotated[
         bool,

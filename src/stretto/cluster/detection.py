@@ -92,7 +92,7 @@ def _detect_gpus() -> Detected | None:
 
 
 def _detect_cpu() -> Detected:
-    cores, (memory, _) = _usable_cores(), find_host_memory()
+    cores, (memory, _) = usable_cores(), find_host_memory()
     gpu = GPU(name=f"{_cpu_name()} (one core)", memory=None if memory is None else memory / cores)
     sources = {
         "gpus_per_node": "the cores that this process may use, one rank each",
@@ -101,7 +101,8 @@ def _detect_cpu() -> Detected:
     return cores, gpu, sources
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Count the cores that this process may use; a container may limit them."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0)) or 1
     return os.cpu_count() or 1

@@ -132,10 +132,8 @@ def _conversions(model: "nn.Module") -> tuple[list[Any], list[Any]]:
     """transformers' renamings for this model, and its conversions that stack tensors of experts."""
     if not hasattr(model, "base_model_prefix"):
         return [], []
-    try:
-        from transformers.conversion_mapping import WeightConverter, WeightRenaming, get_model_conversion_mapping
-    except ImportError:  # transformers before 5, which converts nothing
-        return [], []
+    from transformers.conversion_mapping import WeightConverter, WeightRenaming, get_model_conversion_mapping
+
     transformers_model: Any = model
     conversions = get_model_conversion_mapping(transformers_model)
     renamings = [each for each in conversions if type(each) is WeightRenaming]

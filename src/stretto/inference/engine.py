@@ -256,13 +256,7 @@ class Engine:
         self.close()
 
     def _parse(
-        self,
-        prompt: Any,
-        max_new_tokens: int,
-        *,
-        stop: Any,
-        log_probabilities: bool = False,
-        **sampling: Any,
+        self, prompt: Any, max_new_tokens: int, *, stop: Any, log_probabilities: bool = False, **sampling: Any
     ) -> Request:
         ids = parse_prompt(prompt, self.vocab)
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:

@@ -21,13 +21,7 @@ from stretto.huggingface.attention.paged_attention import attend_to_pages
 from stretto.huggingface.context import attentions_of
 from stretto.inference.cache import CacheShape, CurrentStep, LayerCache, ShapeProbe, StepTokens
 from stretto.inference.fused_blocks import BlockFuser
-from stretto.inference.sampling import (
-    RandomRows,
-    VocabularyPart,
-    best_tokens,
-    draw_tokens,
-    log_probabilities,
-)
+from stretto.inference.sampling import RandomRows, VocabularyPart, best_tokens, draw_tokens, log_probabilities
 from stretto.inference.scheduler import SCRATCH_PAGE, Place, StepPart
 from stretto.parallel.capture import CapturedStep
 from stretto.parallel.fused_modules import defer_rotation

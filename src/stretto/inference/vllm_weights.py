@@ -13,12 +13,10 @@ Which parts its loaders read is found by running them once on tensors of the met
 """
 
 import functools
-import itertools
 import json
 import secrets
 import socket
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -35,10 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stretto.inference.weights import HeldBox, HeldWeight, WeightChanges, exchange, patch_weights, tell, weights_of
-from stretto.memory import PeerError, store_all_gather
+from stretto.memory import PeerError, next_number, store_all_gather
 
 _POLL = 0.005  # seconds
-_senders: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 _stores: list[dist.TCPStore] = []  # rank 0's, for other ranks that read why a sender has failed
 
 
@@ -110,7 +107,7 @@ class WeightSender:
             listener = socket.create_server((address, 0), backlog=128)
             place = json.dumps([secrets.token_hex(8), listener.getsockname()[1]])
         if (world := dist.group.WORLD) is not None and ranks > 1:
-            number = next(_senders.setdefault(world, itertools.count(1)))
+            number = next_number(world, "stretto vllm")
             place = store_all_gather(place, world, "stretto vllm", number, timeout)[0]
         token, port = json.loads(place)
         info = InitInfo(address, port, token, ranks, workers, timeout, through_host)

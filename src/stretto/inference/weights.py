@@ -8,9 +8,7 @@ a parameter that a rank holds, the distances between numbers that changed, a byt
 change, where all weights are 2 bytes a number.
 """
 
-import itertools
 import json
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.memory import store_all_gather
+from stretto.memory import next_number, store_all_gather
 from stretto.parallel.comm.collectives import collective
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on
@@ -28,7 +26,6 @@ from stretto.parallel.state import require_state, state_of
 _BUCKET_BYTES = 256 << 20  # of weights that are sent at a time
 _DTYPES = (torch.bfloat16, torch.float16)  # of patches
 _LONG_GAP = 255  # a byte that is no end of a gap
-_copies: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
 class HeldBox(NamedTuple):
@@ -75,7 +72,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     if ranks > 1:
         world = dist.group.WORLD
         assert world is not None
-        number = next(_copies.setdefault(world, itertools.count(1)))
+        number = next_number(world, "stretto weights")
         texts = store_all_gather(told, world, "stretto weights", number, grid.timeout.total_seconds())
     everyone = [json.loads(text) for text in texts]
     shapes = {name: torch.Size(shape) for each, _ in everyone for name, (shape, _) in each.items()}

@@ -31,6 +31,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from stretto import counters
+from stretto.cluster.detection import usable_cores
 from stretto.cluster.local_ranks import is_rank
 from stretto.launch.elastic import ATTEMPT, CHECKED, remove_mark
 from stretto.launch.failures import ERROR_FILE, Failure, RankFailure
@@ -222,7 +223,7 @@ def _rank_environment(ranks: int) -> dict[str, str]:
     return (
         {
             # Otherwise each rank would start a thread for every core.
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // ranks)),
             CHECKED: "1",
             # Ranks must find modules where this process found them.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -253,11 +254,6 @@ def allocator_environment() -> dict[str, str]:
         return {}
     variables = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     return {NCCL_REGISTERS: "0"} | variables if NCCL_REGISTERS not in os.environ else variables
-
-
-def _cores() -> int:
-    """Count the cores that this process may use; a container may limit them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

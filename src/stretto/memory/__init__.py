@@ -16,6 +16,7 @@ from stretto.memory.groups import (
     find_own_rank,
     group_timeout,
     is_debugging,
+    next_number,
     store_all_gather,
 )
 from stretto.memory.host import HostMemory, allocate_in_process
@@ -50,6 +51,7 @@ __all__ = [
     "find_symmetric",
     "group_timeout",
     "is_debugging",
+    "next_number",
     "peer_tensor",
     "store_all_gather",
 ]

@@ -3,10 +3,12 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
@@ -19,6 +21,7 @@ from stretto.memory.symmetric import PeerError
 T = TypeVar("T")
 MAX_SECONDS = 30 * 24 * 3600.0
 """The longest time limit, 30 days: c10d and kernels count in units in which a year would overflow."""
+_numbers: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 _next_number = 1000  # more than the groups that a program makes by itself
 MAX_PREPARATION = 3600.0
 """Seconds after which ranks no longer wait for one that prepares itself: it may have died."""
@@ -191,6 +194,13 @@ def prepare_together(prepare: Callable[[], object], store: dist.Store, size: int
             begun, ended, waited = store.add("begun", 0), store.add("ended", 0), time.monotonic() - started
             if begun == ended or waited > MAX_PREPARATION:
                 raise PeerError(f"{ended} of a new group's {size} ranks came within {waited:.0f} s: {error}") from error
+
+
+def next_number(group: dist.ProcessGroup, topic: str) -> int:
+    """How often it was called for this group and topic: 1, 2, and so on; by the group itself, as names come again."""
+    counts = _numbers.setdefault(group, Counter())
+    counts[topic] += 1
+    return counts[topic]
 
 
 def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:

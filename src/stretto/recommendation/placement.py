@@ -197,12 +197,6 @@ class TablePlacement:
                     "ranks of one node would do, or kind 'row'"
                 )
 
-    def memory_shares(self) -> tuple[float, ...]:
-        """The part of all numbers that each rank keeps; replicas count."""
-        copies = sum(self.tables[table].numbers for table in self.replicated)
-        held = [copies + sum(shard.rows * shard.columns for shard in of_rank) for of_rank in self.shards]
-        return tuple(numbers / sum(held) for numbers in held)
-
     def work_shares(self) -> tuple[float, ...]:
         """The part of all look-ups that each rank does, by the numbers that they move."""
         shared = sum(self.tables[table].work for table in self.replicated) / len(self.owned)

@@ -157,9 +157,12 @@ def pool_and_exchange(
     pooled = _pool(lookups, tables, dtype, mode, sparse)
     if group.size() == 1:
         return pooled
-    if torch.is_grad_enabled() and not pooled.requires_grad:  # frozen tables, or none: all ranks make the backward pass
-        pooled.requires_grad_()
-    return _ExchangePooled.apply(pooled, tuple(dims), group)
+    # Frozen tables, or none, get a backward pass, too: all ranks make the exchange of the vectors' gradients.
+    batch, world = len(pooled) // group.size(), group.size()
+    receives = [batch * dim for dim in dims]
+    arrived = exchange_parts(pooled.reshape(-1), receives, [batch * pooled.shape[1]] * world, group, needs_grad=True)
+    parts = [part.view(batch, dim) for part, dim in zip(arrived.split(receives), dims, strict=True)]
+    return torch.cat(parts, dim=1)
 
 
 def choose_operators(
@@ -310,26 +313,3 @@ def _return_gradients(ctx: Any, gradient: Tensor) -> Tensor:
     arrived = gradient.new_empty(world * batch * ctx.own_dim)
     all_to_all(arrived, leaving, [batch * ctx.own_dim] * world, [batch * dim for dim in ctx.dims], ctx.group)
     return arrived.view(world * batch, ctx.own_dim)
-
-
-class _ExchangePooled(torch.autograd.Function):
-    """All-to-all of pooled vectors: [global batch, own dims] to [local batch, all ranks' dims] and back."""
-
-    @staticmethod
-    def forward(ctx: Any, pooled: Tensor, dims: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-        ctx.dims, ctx.group, ctx.own_dim = dims, group, pooled.shape[1]
-        world = group.size()
-        batch = len(pooled) // world
-
-        def exchange() -> Tensor:
-            arrived, receives = pooled.new_empty(batch * sum(dims)), [batch * dim for dim in dims]
-            all_to_all(arrived, pooled.reshape(-1), receives, [batch * pooled.shape[1]] * world, group)
-            parts = arrived.split(receives)
-            return torch.cat([part.view(batch, dim) for part, dim in zip(parts, dims, strict=True)], dim=1)
-
-        return keep_output("pooled exchange", exchange)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _return_gradients(ctx, gradients[0]), None, None

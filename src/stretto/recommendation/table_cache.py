@@ -152,11 +152,7 @@ class CachedTables:
     """
 
     def __init__(
-        self,
-        caches: Mapping[int, RowCache | GrowingRows],
-        tables: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
+        self, caches: Mapping[int, RowCache | GrowingRows], tables: int, device: torch.device, group: dist.ProcessGroup
     ) -> None:
         """tables: of the rank's shards, those that are no caches included. group: sends CPU tensors between ranks."""
         self._device, self._group = device, group

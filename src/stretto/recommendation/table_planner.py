@@ -109,10 +109,7 @@ class TableRates:
             return part / last.looked_up, part / last.updated
         low, high = next(two for two in pairwise(self.rows) if two[1].row_bytes >= row_bytes)
         part = (row_bytes - low.row_bytes) / (high.row_bytes - low.row_bytes)
-        return (
-            (1 - part) / low.looked_up + part / high.looked_up,
-            (1 - part) / low.updated + part / high.updated,
-        )
+        return ((1 - part) / low.looked_up + part / high.looked_up, (1 - part) / low.updated + part / high.updated)
 
 
 class RankLoad(NamedTuple):

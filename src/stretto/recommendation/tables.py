@@ -22,12 +22,7 @@ from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
 from stretto.recommendation.index_exchange import exchange_indices
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
-from stretto.recommendation.pooled_exchange import (
-    Implementation,
-    TableLookups,
-    choose_operators,
-    pool_and_exchange,
-)
+from stretto.recommendation.pooled_exchange import Implementation, TableLookups, choose_operators, pool_and_exchange
 from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
 from stretto.recommendation.table_cache import CachedTables, RowCache
 from stretto.recommendation.table_optimizer import TableOptimizer

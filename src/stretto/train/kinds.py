@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 # The homes of a kind's configuration, which is read without torch and numpy, and of its ModelKind.
 KINDS = {
     "gpt": ("stretto.train.config.gpt:TrainConfig", "stretto.train.gpt.kind:GPTKind"),
-    "dlrm": (
-        "stretto.recommendation.training.config:DLRMTrainConfig",
-        "stretto.recommendation.training.kind:DLRMKind",
-    ),
+    "dlrm": ("stretto.recommendation.training.config:DLRMTrainConfig", "stretto.recommendation.training.kind:DLRMKind"),
 }
 
 Config = TypeVar("Config", bound="JobConfig")

@@ -10,11 +10,11 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.execution import SparseIndexKind, check_sparsity
+from stretto.memory.plain_data import all_gather_data
 from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, WeightMask, make_index
 from stretto.optim.sparse.masks import count_left, find_threshold, magnitude_bits, pack, select_above, select_largest
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
@@ -27,6 +27,7 @@ from stretto.parallel.state import ParallelState, state_of
 from stretto.suggestions import did_you_mean
 from stretto.train.bit_hash import hash_bits
 from stretto.train.optimizer import local_shard
+from stretto.train.replicas import place_of
 
 PruneScope = Literal["layer", "global"]
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag, ParallelEmbedding, ParallelPositions)
@@ -308,12 +309,6 @@ def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks, grid: Gri
 
     Collective over all ranks, also those of a pipeline stage that has no such parameters.
     """
-
-    def raise_on_all(problem: str) -> None:
-        has_problem = torch.tensor(bool(problem), dtype=torch.int32, device=grid.device)
-        if int(all_reduce(has_problem, grid.group("world"), dist.ReduceOp.MAX)):
-            raise ValueError(problem or "the masks of other ranks do not fit: their errors say which")
-
     problem = ""
     for name, mask in masks.masks.items():
         parameter = parameters.get(name)
@@ -322,28 +317,23 @@ def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks, grid: Gri
         elif mask.shape != local_shard(parameter).shape:
             shapes = list(mask.shape), list(local_shard(parameter).shape)
             problem = problem or f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}"
-    raise_on_all(problem)
-    # A parameter that this rank has no mask of may have one on others, which take part for all parameters, too.
-    hashes = torch.full((len(parameters),), -1, dtype=torch.int64, device=grid.device)
-    pruned = [number for number, name in enumerate(parameters) if name in masks.masks]
-    if pruned:
-        names = list(parameters)
-        hashes[pruned] = hash_bits([masks.masks[names[number]].bits for number in pruned])
-    by_group: dict[dist.ProcessGroup, list[int]] = {}
-    for number, parameter in enumerate(parameters.values()):
-        assert isinstance(parameter, DTensor)
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_replicate() and parameter.device_mesh.size(dim) > 1:
-                by_group.setdefault(parameter.device_mesh.get_group(dim), []).append(number)
-    differing = set[int]()
-    for group, numbers in by_group.items():
-        own = hashes[numbers]
-        bounds = all_reduce(torch.stack((own, -own - 1)), group, dist.ReduceOp.MAX)
-        differing |= {number for number, high, low in zip(numbers, *bounds.tolist(), strict=True) if high != -low - 1}
-    named = ", ".join(name for number, name in enumerate(parameters) if number in differing)
-    raise_on_all(
-        f"the masks of {named} differ between ranks that hold the same shard: prune with one mask on all of them, as "
-        "prune(model, sparsity) does"
-        if differing
-        else ""
-    )
+    # A parameter that this rank has no mask of may have one on others.
+    hashes = dict.fromkeys(parameters, -1)
+    if not problem and masks.masks:
+        hashes |= zip(masks.masks, hash_bits([mask.bits for mask in masks.masks.values()]).tolist(), strict=True)
+    own = [(name, place_of(parameters[name]), value) for name, value in hashes.items()]
+    everyone = all_gather_data((problem, own), grid.group("world"), tuple[str, list[tuple[str, str, int]]])
+    if any(problem for problem, _ in everyone):
+        raise ValueError(problem or "the masks of other ranks do not fit: their errors say which")
+    first = dict[tuple[str, str], int]()
+    differing = {
+        name
+        for _, of_rank in everyone
+        for name, place, value in of_rank
+        if first.setdefault((name, place), value) != value
+    }
+    if differing:
+        raise ValueError(
+            f"the masks of {', '.join(sorted(differing))} differ between ranks that hold the same shard: prune with "
+            "one mask on all of them, as prune(model, sparsity) does"
+        )

@@ -199,14 +199,14 @@ def _group(weights: Mapping[str, Tensor]) -> list[_Shards]:
     """Group parameters by which shard of them this rank holds, in the parameters' order."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, weight in weights.items():
-        groups[_place(weight)].append(name)
+        groups[place_of(weight)].append(name)
     return [
         _Shards(hashlib.blake2b(repr((place, names)).encode(), digest_size=16).hexdigest(), tuple(names))
         for place, names in groups.items()
     ]
 
 
-def _place(weight: Tensor) -> str:
+def place_of(weight: Tensor) -> str:
     """Find the shard that this rank holds: its coordinates on the axes that cut the parameter."""
     if not isinstance(weight, DTensor):
         return "whole"

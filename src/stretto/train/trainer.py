@@ -127,10 +127,7 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
     if start >= config.train.steps:
         if is_first:
             logger.warning(
-                "%s is at step %d of train.steps=%d: nothing is left to do",
-                resumed_from,
-                start,
-                config.train.steps,
+                "%s is at step %d of train.steps=%d: nothing is left to do", resumed_from, start, config.train.steps
             )
         return
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ from stretto.parallel import (
     validate,
 )
 from stretto.parallel.state import require_state
-from stretto.train.checkpoint import load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import load_checkpoint
 from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from tests.parallel import hugging_face, moe_families
@@ -50,6 +50,7 @@ from tests.parallel.experts import training as experts
 from tests.parallel.pipeline import training as pipelines
 from tests.parallel.test_parity_hugging_face import disagreements_of, exactly
 from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements, distance, my_rows, train_plainly
+from tests.train.saving import save_checkpoint
 
 EXACTLY = PRECISIONS["fp64-adamw"]
 Sizes = dict[str, int]

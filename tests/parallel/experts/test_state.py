@@ -26,11 +26,12 @@ from stretto.parallel import (
     parallelize,
 )
 from stretto.parallel.low_precision_weights import copy_of
-from stretto.train.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
+from stretto.train.checkpoint import checkpoint_path, load_checkpoint
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.optimizer import ShardOptimizer
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
 from tests.parallel.training import SEED
+from tests.train.saving import save_checkpoint
 
 CONFIG = GPTConfig(
     layers=2, hidden=16, heads=4, vocab=61, max_seq_len=8, activation="swiglu", num_experts=4, expert_ffn=8,

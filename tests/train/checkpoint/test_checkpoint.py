@@ -21,12 +21,12 @@ import torch
 from tests.conftest import Ranks
 from tests.processes import LIMIT
 from tests.train import runs
+from tests.train.saving import check_checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 
 from stretto.models import GPT
 from stretto.parallel import gather
 from stretto.train.checkpoint import (
-    check_checkpoint,
     checkpoint_path,
     find_checkpoint,
     load_checkpoint,

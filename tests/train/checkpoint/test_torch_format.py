@@ -126,7 +126,7 @@ def test_another_model_is_refused_by_names_before_anything_starts(tmp_path: Path
     with pytest.raises(ValueError, match="is of another model") as caught:
         preflight(model_folders.configure(tmp_path / "run", folder, f"train.resume={saved}", *OPTIONS))
     message = str(caught.value)
-    assert "model.norm.weight is missing there; did you mean 'model.norms.weight'" in message
+    assert "model.norm.weight is missing; did you mean 'model.norms.weight'" in message
     assert "lm_head.weight has shape [300, 32] there, and the model's is [301, 32]" in message
     assert "model.norms.weight is unexpected" in message
 

@@ -124,18 +124,12 @@ def test_pieces_that_overlap_are_named_and_not_read(copy: Path, monkeypatch: pyt
     assert "two pieces overlap" in damage
 
 
-def test_of_format_1_the_indices_are_compared_with_each_other(copy: Path) -> None:
+def test_the_indices_of_format_1_are_said_to_have_no_checksums(copy: Path) -> None:
     path = checkpoint_path(copy, 2)
     runs.as_format_1(path)
     (found,) = verify(path)
     assert found.damages == []
     assert found.unverified == ["metadata.json and .metadata, of which format 1 has no checksums"]
-    text = (path / "metadata.json").read_text()
-    (path / "metadata.json").write_text(text.replace('"model.norm.weight"', '"model.norm.weighu"'))
-    assert damages(path) == [
-        f"metadata.json and .metadata, model.norm.weigh{last}, bytes 0 to 0: they differ in the piece at [0]"
-        for last in "tu"
-    ]
 
 
 def test_a_folder_of_torchs_is_verified_with_its_objects(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ if TYPE_CHECKING:
     from stretto.simulator import NetworkTopology
 
 app = App(
-    help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU.",
+    help="Simulate messages, collectives, training steps and traces on a cluster that you do not have. Needs no GPU."
 )
 
 app.add_lazy("step", "stretto.cli.simulate.step:step")
-app.add_lazy("dlrm", "stretto.cli.simulate.dlrm:dlrm")
 app.add_lazy("trace", "stretto.cli.simulate.trace:trace")
 app.add_lazy("export", "stretto.cli.simulate.trace:export")
 

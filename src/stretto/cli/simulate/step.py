@@ -53,8 +53,7 @@ def step(
     schedule: Annotated[str | None, typer.Option(help="The pipeline schedule (default: 1f1b).")] = None,
     virtual_stages: Annotated[int | None, typer.Option(help="Stages on each rank of pipe.")] = None,
     fidelity: Annotated[
-        str,
-        typer.Option(help="closed-form: the planner's collectives. event-driven: messages that queue on links."),
+        str, typer.Option(help="closed-form: the planner's collectives. event-driven: messages that queue on links.")
     ] = "closed-form",
     stragglers: Annotated[
         str | None,

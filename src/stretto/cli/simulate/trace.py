@@ -23,8 +23,7 @@ def trace(
         Path | None, typer.Option(help="Process groups, as JSON: {NAME: [RANK, ...]} (default: PREFIX.groups.json).")
     ] = None,
     algorithm: Annotated[
-        list[str] | None,
-        typer.Option(metavar="COLLECTIVE=NAME", help="ring, direct or recursive; may be repeated."),
+        list[str] | None, typer.Option(metavar="COLLECTIVE=NAME", help="ring, direct or recursive; may be repeated.")
     ] = None,
     flops: Annotated[
         float | None,

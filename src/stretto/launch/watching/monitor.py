@@ -51,11 +51,7 @@ class Monitor:
     """
 
     def __init__(
-        self,
-        local: LocalRanks | None,
-        ranks: int,
-        timeout: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, local: LocalRanks | None, ranks: int, timeout: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.local, self.timeout = local, timeout
         self.interval = min(1.0, timeout / 20)

@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that ranks begin with the same weights and random seeds, and that all refuse what one refuses."""
 
-import itertools
-import weakref
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.memory import store_all_gather
+from stretto.memory import next_number, store_all_gather
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.precision import DTYPES
-
-# The number of exchanges of each group.
-_exchanges: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
 class JointRefusal:
@@ -35,7 +30,7 @@ class JointRefusal:
             return
         self._has_exchanged = True
         group = self._grid.group("pipe")
-        number = next(_exchanges.setdefault(group, itertools.count(1)))
+        number = next_number(group, "stretto refusals")
         reason = "" if error is None else f": {type(error).__name__}: {str(error).partition(chr(10))[0][:1000]}"
         said = store_all_gather(
             f"{self._what}{reason}", group, "stretto refusals", number, self._grid.timeout.total_seconds()

@@ -19,12 +19,11 @@ closes its channels, so that the other ranks notice, and each later call raises 
 """
 
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from threading import Condition
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto.counters import waiting_for
-from stretto.memory import PeerError, find_own_rank, group_timeout, store_all_gather
+from stretto.memory import PeerError, find_own_rank, group_timeout, next_number, store_all_gather
 from stretto.memory.compilation import CallLimit
 from stretto.memory.failures import register
 from stretto.parallel.pipeline.failure_reports import FailureReports, Report
@@ -43,20 +42,6 @@ __all__ = ["MessageKey", "MessageTransport"]
 
 _FIRST_QUESTION = 1.0
 """Seconds of a wait after which the store is asked for failures, and again whenever the wait has doubled."""
-
-
-class _Counts(NamedTuple):
-    """The transports that each group has made; by group, since a later group may get the name of a destroyed one."""
-
-    of_group: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]"
-
-    def next(self, group: dist.ProcessGroup) -> int:
-        number = self.of_group.get(group, 0) + 1
-        self.of_group[group] = number
-        return number
-
-
-_counts = _Counts(weakref.WeakKeyDictionary())
 
 
 class MessageTransport(ABC):
@@ -87,7 +72,7 @@ class MessageTransport(ABC):
         self.limit = group_timeout(self.group)
         self._step_limit = CallLimit(self.limit, loads_first=self.device.type == "cuda")
         self._global_ranks = dist.get_process_group_ranks(self.group)
-        number = _counts.next(self.group)
+        number = next_number(self.group, "message transports")
         asked = store_all_gather(f"{self.name} messages", self.group, "message transports", number, self.limit)
         if len(set(asked)) > 1:
             raise ValueError(f"all ranks must make the same transport of messages, not {', '.join(asked)}")

@@ -10,8 +10,6 @@ Collectives within a stage (over x, y, z and context) run in the order of the ac
 micro-batch must take the same ones. In message-driven order the first of them decides, and notifies the others.
 """
 
-import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.axes import EXPERT, LOSS, STAGE, STAGE_AXES, WEIGHT_AXES, check_sizes
 from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.memory import next_number
 from stretto.parallel.comm.agreement import JointRefusal
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_buckets import accumulate
@@ -49,9 +48,6 @@ from stretto.schedules import (
 from stretto.suggestions import name_known
 
 MESSAGE_DRIVEN = "message-driven"
-
-# The pipelines' numbers, equal on all ranks, by process group: one process may be in several jobs in turn.
-_numbers: "weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]]" = weakref.WeakKeyDictionary()
 
 
 class Pipeline:
@@ -123,7 +119,7 @@ class Pipeline:
             over = STAGE_AXES if over_data else (*WEIGHT_AXES, "context")
             if check_sizes(grid.sizes).over(over) > 1:
                 self._leaders = grid.shared_group(grid.partition(over), "leaders", backend="gloo")
-        self._number = next(_numbers.setdefault(grid.group("world"), itertools.count()))
+        self._number = next_number(grid.group("world"), "pipelines")
         self._refused = 0  # steps
         self._failures = StepFailures(f"stretto pipeline {self._number}")
         self._transport = (

@@ -86,8 +86,7 @@ class DLRMDataConfig(Section):
     """The data to train on."""
 
     format: Literal["criteo", "synthetic"] = option(
-        ...,
-        "`criteo`: lines of text, gzipped or not; `synthetic`: generated samples that have a signal to learn",
+        ..., "`criteo`: lines of text, gzipped or not; `synthetic`: generated samples that have a signal to learn"
     )
     path: Annotated[str | list[str] | None, CanBeNone] = option(
         None, "criteo: a file or folder, or a list of them", unset="required for criteo"

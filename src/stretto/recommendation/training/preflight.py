@@ -11,7 +11,7 @@ from stretto.recommendation.data.criteo import NUMBERS
 from stretto.recommendation.table_planner import STATE_SIZES
 from stretto.recommendation.training.config import DLRMTrainConfig, describe
 from stretto.train.checkpoint import find_checkpoint
-from stretto.train.checkpoint.metadata import CheckpointMetadata, first_difference, read_metadata
+from stretto.train.checkpoint.metadata import CheckpointMetadata, differences, read_metadata
 from stretto.train.path_checks import check_outside_data
 
 DTYPES = {"fp32": "float32", "fp64": "float64"}  # torch's names, by train.dtype
@@ -107,7 +107,7 @@ def check_dlrm_checkpoint(path: Path, config: DLRMTrainConfig) -> CheckpointMeta
             f"the checkpoint {path} was written with {metadata.optimizer}, and this run has {', '.join(ours)}: set "
             f"train.optimizer={theirs[0]!r} and train.table_optimizer={theirs[1]!r}"
         )
-    if difference := first_difference(metadata.parameter_shapes(), whole_shapes(config.model.to_dlrm())):
+    if difference := next(differences(metadata.parameter_shapes(), whole_shapes(config.model.to_dlrm())), None):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
     return metadata
 

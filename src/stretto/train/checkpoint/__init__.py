@@ -19,19 +19,15 @@ from stretto.train.checkpoint.folders import (
 if TYPE_CHECKING:
     from stretto.train.checkpoint.state import (
         allocate_slots,
-        check_checkpoint,
         load_checkpoint,
         load_masks,
         load_optimizer_state,
         load_state,
-        save_checkpoint,
-        save_state,
         training_state,
     )
 
 __all__ = [
     "allocate_slots",
-    "check_checkpoint",
     "checkpoint_path",
     "find_checkpoint",
     "load_checkpoint",
@@ -41,8 +37,6 @@ __all__ = [
     "newest_checkpoint",
     "prepare_folder",
     "resolve_checkpoint",
-    "save_checkpoint",
-    "save_state",
     "training_state",
     "unreadable",
 ]

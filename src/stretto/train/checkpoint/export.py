@@ -23,19 +23,11 @@ from stretto.huggingface.folder import (
     require_weights,
 )
 from stretto.huggingface.weight_names import is_kept_in_fp32, match_names
-from stretto.train.checkpoint.file_tensors import (
-    PlainTensor,
-    with_scales,
-)
+from stretto.train.checkpoint.file_tensors import PlainTensor, with_scales
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import TensorEntry, first_names, saved_tensors
-from stretto.train.checkpoint.safetensors_checksums import (
-    digits_of,
-    make_header,
-    read_header,
-    seal_index,
-)
+from stretto.train.checkpoint.safetensors_checksums import digits_of, make_header, read_header, seal_index
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.checkpoint.weights import files_of_index, untie_as_in
 

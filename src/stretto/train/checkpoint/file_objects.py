@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files for torch.distributed.checkpoint: written with checksums of their pieces, and read from memory."""
+"""Files that torch.distributed.checkpoint writes, with checksums of their pieces."""
 
-import io
 import os
+import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import IO, Any
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from stretto.counters import advance
-from stretto.train.checkpoint.integrity import combine, crc32_in_background, to_text
+from stretto.train.checkpoint.integrity import to_text
 
 
 class _ChecksummedFile:
@@ -33,9 +33,8 @@ class _ChecksummedFile:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        with crc32_in_background(view) as checksum:
-            self._file.write(view)
-        self._crc = combine(self._crc, checksum(), len(view)) if self._length else checksum()
+        self._file.write(view)
+        self._crc = zlib.crc32(view, self._crc)
         self._length += len(view)
         advance()
         return len(view)
@@ -65,30 +64,3 @@ class ChecksummedFiles(FileSystem):
             stream = _ChecksummedFile(file)
             self.checksums[Path(path).name] = stream.checksums
             yield stream
-
-
-class MemoryFile(io.RawIOBase):
-    """Bytes in memory as a file to be read. io.BytesIO would copy them."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content, self._at = content, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: len(self._content)}[whence]
-        self._at = origin + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._content[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)

@@ -5,15 +5,10 @@ A checksum finds what disks, memories and networks do to files by accident. Whoe
 checksum, too: security checks (no code execution, no paths outside of the folder, bounded memory) are separate.
 """
 
-import os
 import re
 import zlib
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, TypeAlias
 
@@ -25,7 +20,6 @@ MAX_THREADS = 8
 PATTERN = r"^crc32:[0-9a-f]{8}$"
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-_POLYNOMIAL = 0xEDB88320
 _OWN_CHECKSUM = re.compile(rb'"(?:stretto\.)?checksum": ?"crc32:([0-9a-f]{8})"')
 _NONE = b"0" * 8
 
@@ -73,89 +67,14 @@ def to_text(checksum: int) -> str:
     return f"crc32:{checksum:08x}"
 
 
-def crc32(data: Buffer, threads: int | None = None) -> int:
-    """The CRC-32 of bytes (zlib's), computed by several threads for many bytes (None: as many as this rank may)."""
-    with crc32_in_background(data, threads) as checksum:
-        pass
-    return checksum()
-
-
-@contextmanager
-def crc32_in_background(data: Buffer, threads: int | None = None) -> Iterator["_PendingChecksum"]:
-    """Compute the CRC-32 of bytes in other threads while the block runs, which may write them, say.
-
-    Yields a function that returns the checksum once the block has ended. The bytes must not change during the block.
-    """
-    view = memoryview(data).cast("B")
-    count = _threads_of_rank() if threads is None else threads
-    if len(view) < THREADED_BYTES:
-        yield _PendingChecksum([], [], zlib.crc32(view))
-        return
-    step = max(1 << 22, -(-len(view) // (4 * count)))
-    bounds = [*range(0, len(view), step), len(view)]
-    with ThreadPoolExecutor(count, thread_name_prefix="stretto-crc32") as pool:
-        parts = [pool.submit(zlib.crc32, view[start:stop]) for start, stop in pairwise(bounds)]
-        yield _PendingChecksum(parts, [stop - start for start, stop in pairwise(bounds)])
-
-
 def crc32_of_blocks(data: Buffer, block: int) -> list[int]:
     """The CRC-32 of each block of so many bytes, of which the last may have fewer."""
     view = memoryview(data).cast("B")
     blocks = [view[start : start + block] for start in range(0, len(view), block)]
     if len(view) < THREADED_BYTES:
         return [zlib.crc32(each) for each in blocks]
-    with ThreadPoolExecutor(_threads_of_rank(), thread_name_prefix="stretto-crc32") as pool:
+    with ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="stretto-crc32") as pool:
         return list(pool.map(zlib.crc32, blocks))
-
-
-class _PendingChecksum:
-    def __init__(self, parts: Sequence["Future[int]"], lengths: Sequence[int], known: int | None = None) -> None:
-        self._parts, self._lengths, self._known = parts, lengths, known
-
-    def __call__(self) -> int:
-        if self._known is None:
-            self._known = 0
-            for part, length in zip(self._parts, self._lengths, strict=True):
-                self._known = combine(self._known, part.result(), length)
-        return self._known
-
-
-def combine(first: int, second: int, length: int) -> int:
-    """The CRC-32 of two byte strings, one after the other, from their own; `length`: bytes of the second.
-
-    A CRC is a remainder of polynomials over GF(2): the first is multiplied by x^(8 length).
-    """
-    return _multiply(_power_of_x(8 * length), first) ^ second
-
-
-@lru_cache(maxsize=64)  # parts of one length follow each other
-def _power_of_x(exponent: int) -> int:
-    """x to a power, modulo the CRC's polynomial, by squaring. The highest bit is the constant term."""
-    power, square = 1 << 31, 1 << 30
-    while exponent:
-        if exponent & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
-        exponent >>= 1
-    return power
-
-
-def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the CRC's."""
-    product, bit = 0, 1 << 31
-    while bit:
-        if a & bit:
-            product ^= b
-        b = (b >> 1) ^ (_POLYNOMIAL if b & 1 else 0)
-        bit >>= 1
-    return product
-
-
-@cache
-def _threads_of_rank() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, min(MAX_THREADS, cores // max(1, int(ranks) if ranks.isdigit() else 1)))
 
 
 def read_range(file: IO[bytes], start: int, length: int) -> memoryview:

@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stretto.cluster import read_bounded
 from stretto.huggingface.config_json import first_entry_that_differs
-from stretto.suggestions import did_you_mean_file
+from stretto.suggestions import did_you_mean, did_you_mean_file
 from stretto.train.checkpoint.integrity import PATTERN, DamagedError, check_seal, seal, to_text
 
 if TYPE_CHECKING:
@@ -299,17 +299,16 @@ def _with_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def first_difference(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Describe the first parameter in which a file (`found`: names and shapes) differs from a model."""
+def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Describe the parameters in which a file (`found`: names and shapes) differs from a model."""
+    unexpected = [name for name in found if name not in wanted]
     for name, shape in wanted.items():
         if name not in found:
-            return f"{name} is missing"
-        if tuple(found[name]) != tuple(shape):
-            return f"{name} has shape {list(found[name])} there, and the model's is {list(shape)}"
-    for name in found:
-        if name not in wanted:
-            return f"{name} is unexpected: the model has no such parameter"
-    return None
+            yield f"{name} is missing{did_you_mean(name, unexpected)}".removesuffix("?")
+        elif tuple(found[name]) != tuple(shape):
+            yield f"{name} has shape {list(found[name])} there, and the model's is {list(shape)}"
+    for name in unexpected:
+        yield f"{name} is unexpected: the model has no such parameter"
 
 
 def persistent_buffers(model: "nn.Module") -> "dict[str, Tensor]":

@@ -12,57 +12,32 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.memory import PeerError, exchange, failures, group_timeout
-from stretto.models import GPT, GPTConfig
+from stretto.memory import PeerError, failures
+from stretto.models import GPT
 from stretto.optim.sparse import Masks, WeightMask
 from stretto.optim.state.updates import AVERAGE
 from stretto.parallel.layout import layout_of, place_on
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
-from stretto.train.checkpoint.folders import checkpoint_path, unreadable
+from stretto.train.checkpoint.folders import unreadable
 from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import (
     CheckpointMetadata,
     check_description,
-    first_difference,
+    differences,
     persistent_buffers,
-    read_metadata,
     saved_tensors,
 )
-from stretto.train.checkpoint.retention import Retention, remove_surplus
-from stretto.train.checkpoint.staging import Key, sizes_of
-from stretto.train.checkpoint.storage import (
-    LazyBox,
-    LocalBox,
-    SafeReader,
-    ShardedState,
-    StateLoadPlanner,
-)
+from stretto.train.checkpoint.storage import LazyBox, LocalBox, SafeReader, ShardedState, StateLoadPlanner
 from stretto.train.checkpoint.torch_format import fit_to_model, read_index
-from stretto.train.checkpoint.writing import CheckpointWriter, bytes_on_disk, write_checkpoint
 from stretto.train.observe.metrics import DivergenceError
 from stretto.train.optimizer import ShardOptimizer, local_shard
 from stretto.train.stored_optimizer import StoredOptimizer
-
-
-def check_checkpoint(path: Path, model: GPTConfig, optimizer: str | None = None) -> CheckpointMetadata:
-    """Check that this GPT, and this optimizer ("adamw" or "sgd"), can resume a checkpoint. Returns the index.
-
-    Needs no process group and allocates no weights. Raises ValueError that names the missing or truncated file, or the
-    first option or parameter of the model that differs.
-    """
-    metadata = read_metadata(path)
-    check_description(path, metadata, asdict(model), optimizer)
-    with torch.device("meta"):
-        check_shapes(path, metadata, GPT(model))
-    return metadata
 
 
 def check_shapes(path: Path, metadata: CheckpointMetadata, model: nn.Module) -> None:
@@ -73,51 +48,8 @@ def check_shapes(path: Path, metadata: CheckpointMetadata, model: nn.Module) -> 
     found = metadata.parameter_shapes()
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wanted |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items() if name in found}
-    if difference := first_difference(found, wanted):
+    if difference := next(differences(found, wanted), None):
         raise ValueError(f"the checkpoint {path} is of another model: {difference}")
-
-
-def save_checkpoint(
-    out: Path,
-    step: int,
-    model: nn.Module,
-    optimizer: ShardOptimizer,
-    *,
-    model_config: GPTConfig,
-    run: dict[str, Any],
-    data: dict[str, Any],
-    keep: int,
-) -> Path:
-    """Write the state after `step`, delete all but the `keep` newest checkpoints, and return the path. Collective.
-
-    On return the checkpoint is on the disk. `run` and `data` describe the run's configuration and its data in JSON's
-    types. Raises DivergenceError, on all ranks, if a weight is not finite; nothing is written or deleted then.
-    """
-    description = {"optimizer": optimizer.name, "model": asdict(model_config), "run": run, "data": data}
-    return save_state(out, step, training_state(model, optimizer), description, keep=keep)
-
-
-def save_state(out: Path, step: int, state: dict[str, ShardedState], description: dict[str, Any], *, keep: int) -> Path:
-    """Write a training state, `model.<name>` and `optimizer.<name>.<key>`, as `save_checkpoint` does. Collective.
-
-    state: may omit tensors of which this rank holds nothing. description: CheckpointMetadata's optimizer, model, run
-    and data. Raises PeerError, on all ranks, if a wait for another rank has failed on any of them, and NoSpaceError if
-    the disk is full; nothing is left of the checkpoint then. A run's own saves are `saver.Saver`'s.
-    """
-    failure = find_failure()
-    found = _exchange((failure, "" if failure else find_not_finite(state)), tuple[str, str])
-    raise_first([one[0] for one in found], [one[1] for one in found], step)
-    path = checkpoint_path(out, step)
-    sizes = dict(size for of_rank in _exchange(sizes_of(state), dict[Key, int]) for size in of_rank.items())
-    needed = bytes_on_disk(sum(sizes.values()), len(sizes))
-    write_checkpoint(state, CheckpointWriter(path, {"step": step, **description}), needed=needed)
-    if dist.get_rank() == 0:
-        remove_surplus(out, Retention(keep))
-    return path
-
-
-def _exchange(value: Any, kind: Any) -> list[Any]:
-    return [value] if dist.get_world_size() == 1 else exchange(value, None, group_timeout(None), kind)
 
 
 def find_not_finite(state: Mapping[str, ShardedState]) -> str:
@@ -158,7 +90,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: ShardOptimizer | No
     """Read a checkpoint, whatever grid wrote it, into a model and its optimizer. Returns the index.
 
     Collective if there is a process group. `model` may be plain or returned by `parallelize`. Raises ValueError as
-    `check_checkpoint` does.
+    `read_index`, `check_description` and `check_shapes` do.
     """
     whole = whole_model(model)
     metadata = fit_to_model(path, read_index(path), whole)

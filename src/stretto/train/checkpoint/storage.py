@@ -19,12 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -50,7 +45,7 @@ from torch.futures import Future
 
 from stretto.atomic_files import delete_tree, hide_folder
 from stretto.counters import advance
-from stretto.train.checkpoint.file_objects import ChecksummedFiles, MemoryFile
+from stretto.train.checkpoint.file_objects import ChecksummedFiles
 from stretto.train.checkpoint.integrity import DamagedError, file_checksum
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
@@ -61,7 +56,7 @@ from stretto.train.checkpoint.metadata import (
     StoredFile,
     TensorEntry,
 )
-from stretto.train.checkpoint.pieces import StoredPiece, read_ahead, read_piece
+from stretto.train.checkpoint.pieces import MemoryFile, StoredPiece, read_ahead, read_piece
 
 INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 # Replaces torch's message, which advises to load the file with weights_only=False.

@@ -9,7 +9,7 @@ index's own data classes, and then described as an index of Stretto's (`Checkpoi
 import io
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import ValidationError
 
 from stretto.cluster import read_bounded
-from stretto.suggestions import did_you_mean
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import (
     MAX_METADATA_BYTES,
@@ -28,6 +27,7 @@ from stretto.train.checkpoint.metadata import (
     StoredBox,
     TensorEntry,
     check_files,
+    differences,
     is_checkpoint_name,
     persistent_buffers,
     read_metadata,
@@ -259,7 +259,7 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
     found = fitted.parameter_shapes()
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in found}
-    if faults := list(_faults(found, wanted)):
+    if faults := list(differences(found, wanted)):
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise ValueError(f"the checkpoint {path} is of another model: {'; '.join(faults[:SHOWN])}{more}")
     return fitted
@@ -273,14 +273,3 @@ def _are_equal(path: Path, tensors: Mapping[str, TensorEntry], one: str, other: 
     if tensors[one].shape != tensors[other].shape:
         return False
     return torch.equal(*(read_tensor(path, tensors[name], name) for name in (one, other)))
-
-
-def _faults(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
-    unexpected = [name for name in found if name not in wanted]
-    for name, shape in wanted.items():
-        if name not in found:
-            yield f"{name} is missing there{did_you_mean(name, unexpected)}".removesuffix("?")
-        elif found[name] != shape:
-            yield f"{name} has shape {list(found[name])} there, and the model's is {list(shape)}"
-    for name in unexpected:
-        yield f"{name} is unexpected: the model has no such parameter"

@@ -4,7 +4,7 @@
 It lists what has no checksum. Needs no torch, unless a folder has torch's index alone.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,16 +17,9 @@ from stretto.huggingface.folder import WEIGHTS_FILES
 from stretto.suggestions import did_you_mean_file
 from stretto.train.checkpoint.folders import checkpoints_by_step
 from stretto.train.checkpoint.integrity import Damage, DamagedError, file_checksum, read_range
-from stretto.train.checkpoint.metadata import (
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    WITHOUT_CHECKSUMS,
-    CheckpointMetadata,
-    parse_metadata,
-)
+from stretto.train.checkpoint.metadata import MAX_METADATA_BYTES, METADATA_FILE, WITHOUT_CHECKSUMS, parse_metadata
 from stretto.train.checkpoint.pieces import READERS, StoredPiece, check_piece
 from stretto.train.checkpoint.safetensors_checksums import BLOCK, StoredTensor, header_bytes, read_header
-from stretto.train.checkpoint.torch_container import Checked
 from stretto.train.checkpoint.torch_format import INDEX_FILE, is_torch_checkpoint, read_pieces
 from stretto.train.checkpoint.weights import files_of_index
 
@@ -113,7 +106,6 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
     pieces = [StoredPiece(name, chunk) for name, entry in metadata.tensors.items() for chunk in entry.chunks]
     if metadata.format == WITHOUT_CHECKSUMS:
         result.unverified.append(f"{METADATA_FILE} and {INDEX_FILE}, of which format 1 has no checksums")
-        _compare_indices(result, metadata)
     else:
         with _finding_unreadable(result, file.name):
             result.bytes += file.stat().st_size
@@ -128,25 +120,19 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
 def _verify_torch_folder(path: Path) -> VerificationResult:
     """Verify what torch.distributed.checkpoint has written, by the CRCs in the containers of its files."""
     result = VerificationResult(path, "folder of torch.distributed.checkpoint")
-    pieces = _read_torch_pieces(result)
-    if pieces is None:
+    with _finding_unreadable(result, INDEX_FILE):
+        try:
+            pieces = read_pieces(path)
+        except DamagedError as error:
+            size = (path / INDEX_FILE).stat().st_size
+            result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+    if result.damages:
         return result
     result.tensors = len({piece.tensor for piece in pieces})
     result.unverified.append(f"{INDEX_FILE}, of which torch writes no checksum")
     _verify_pieces(result, pieces)
     _list_unknown(result, {INDEX_FILE, *(piece.place.file for piece in pieces)})
     return result
-
-
-def _read_torch_pieces(result: VerificationResult) -> list[StoredPiece] | None:
-    """Read torch's index; None if it is damaged."""
-    with _finding_unreadable(result, INDEX_FILE):
-        try:
-            return read_pieces(result.path)
-        except DamagedError as error:
-            size = (result.path / INDEX_FILE).stat().st_size
-            result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
-    return None
 
 
 @contextmanager
@@ -162,20 +148,6 @@ def _finding_unreadable(result: VerificationResult, name: str) -> Iterator[None]
 
 def _cannot_be_read(error: OSError) -> str:
     return f"it cannot be read: {error.strerror or error}"
-
-
-def _compare_indices(result: VerificationResult, metadata: CheckpointMetadata) -> None:
-    """Compare the two indices of a checkpoint of format 1, which say the same of each piece."""
-    if not (result.path / INDEX_FILE).is_file():
-        return
-    pieces = _read_torch_pieces(result)
-    if pieces is None:
-        return
-    others = {(each.tensor or "", each.place.offsets): each.place for each in pieces}
-    own = {(name, chunk.offsets): chunk for name, entry in metadata.tensors.items() for chunk in entry.chunks}
-    for name, offsets in sorted({key for key in own.keys() | others.keys() if own.get(key) != others.get(key)}):
-        files = f"{METADATA_FILE} and {INDEX_FILE}"
-        result.damages.append(Damage(files, name, 0, 0, f"they differ in the piece at {list(offsets)}"))
 
 
 def _verify_file(result: VerificationResult, name: str, size: int, checksum: str) -> None:
@@ -196,7 +168,7 @@ def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) ->
     by_file: defaultdict[str, list[StoredPiece]] = defaultdict(list)
     for piece in pieces:
         by_file[piece.place.file].append(piece)
-    unchecked: Counter[Checked] = Counter()
+    unchecked = 0
     with ThreadPoolExecutor(READERS) as pool:
         for name, those in sorted(by_file.items()):
             those.sort(key=lambda piece: piece.place.start)
@@ -211,30 +183,28 @@ def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) ->
             result.damages += gaps
             if any(gap.reason == _OVERLAP for gap in gaps):  # a small file could demand any amount of reading
                 continue
-            for piece, (damage, checked) in zip(those, pool.map(partial(_verify_piece, file), those), strict=True):
-                unchecked[checked] += 1
+            for piece, (damage, has_checksum) in zip(those, pool.map(partial(_verify_piece, file), those), strict=True):
+                unchecked += not has_checksum
                 if damage is not None:
                     result.damages.append(damage)
-                elif checked is not Checked.NOTHING:
+                elif has_checksum:
                     result.bytes += piece.place.bytes
-    if count := unchecked[Checked.NOTHING]:
-        result.unverified.append(f"the numbers of {count} pieces, which were written without CRCs")
-    if count := unchecked[Checked.RECORDS]:
-        result.unverified.append(f"headers in the containers of {count} pieces, which torch has not written")
+    if unchecked:
+        result.unverified.append(f"the numbers of {unchecked} pieces, which were written without CRCs")
 
 
-def _verify_piece(file: Path, piece: StoredPiece) -> tuple[Damage | None, Checked]:
+def _verify_piece(file: Path, piece: StoredPiece) -> tuple[Damage | None, bool]:
     place = piece.place
     try:
         if place.start + place.bytes <= (size := file.stat().st_size):
             with open(file, "rb", buffering=0) as opened:
-                return check_piece(piece, read_range(opened, place.start, place.bytes), threads=1)
+                return check_piece(piece, read_range(opened, place.start, place.bytes))
         reason = f"the file ends at byte {size}"  # nothing is allocated for a size that is wrong
     except PermissionError:
         raise
     except OSError as error:
         reason = _cannot_be_read(error)
-    return Damage(place.file, piece.tensor, place.start, place.start + place.bytes, reason), Checked.ALL
+    return Damage(place.file, piece.tensor, place.start, place.start + place.bytes, reason), True
 
 
 def _find_gaps(name: str, pieces: Sequence[StoredPiece], size: int) -> Iterator[Damage]:

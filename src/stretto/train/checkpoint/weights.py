@@ -23,12 +23,8 @@ from stretto.train.checkpoint.file_tensors import (
     with_scales,
 )
 from stretto.train.checkpoint.folders import warn_once
-from stretto.train.checkpoint.metadata import first_difference, first_names, persistent_buffers, saved_tensors
-from stretto.train.checkpoint.safetensors_checksums import (
-    StoredTensor,
-    read_header,
-    require_sealed_index,
-)
+from stretto.train.checkpoint.metadata import differences, first_names, persistent_buffers, saved_tensors
+from stretto.train.checkpoint.safetensors_checksums import StoredTensor, read_header, require_sealed_index
 
 if TYPE_CHECKING:
     from torch import nn
@@ -196,7 +192,7 @@ def _open_weights(model: "nn.Module", file: Path) -> Iterator[list[tuple[str, Fi
         }
         wanted |= {name: shape for name, shape in buffers.items() if name in found}
         found |= {name: tensors[name].shape for name in names.unknown}
-        if difference := first_difference(found, wanted):
+        if difference := next(differences(found, wanted), None):
             raise ValueError(f"{file} is of another model: {difference}{advise_tying(model, found, wanted)}")
         held = saved_tensors(model)
         for name, source in sources:

@@ -8,12 +8,7 @@ from pydantic import model_validator
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.quantities import MAX_LAYERS, MAX_LENGTH, MAX_VOCAB, MAX_WIDTH
 from stretto.suggestions import are_missing
-from stretto.train.config.options import (
-    PRESETS,
-    CanBeNone,
-    Section,
-    option,
-)
+from stretto.train.config.options import PRESETS, CanBeNone, Section, option
 
 if TYPE_CHECKING:
     from stretto.models import GPTConfig

@@ -45,12 +45,7 @@ Encode = Callable[[list[str]], Iterable[Sequence[int] | NDArray[Any]]]
 
 
 def open_documents(
-    files: Sequence[Path],
-    format: str,
-    *,
-    field: str,
-    tokenizer: Path | None,
-    separator: str | None,
+    files: Sequence[Path], format: str, *, field: str, tokenizer: Path | None, separator: str | None
 ) -> tuple["DocumentStream", int]:
     """Tokenize the documents of files. Returns the stream of tokens and the vocabulary size, which every id is below.
 

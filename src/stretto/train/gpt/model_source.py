@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.huggingface.families import DECODERS
-from stretto.huggingface.folder import (
-    build_causal_lm,
-    read_config,
-    require_transformers,
-    require_weights,
-)
+from stretto.huggingface.folder import build_causal_lm, read_config, require_transformers, require_weights
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.huggingface.refusals import refusal_of_attention_dropout, refusal_of_quantization
 from stretto.models import GPTConfig

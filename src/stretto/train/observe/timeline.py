@@ -361,12 +361,7 @@ def _cpu_spans(events: list[Mapping[str, Any]], experts: Collection[Any]) -> lis
     axes = _axes_of_threads(events, gloo)
     sent = match_gloo(events, gloo, axes)
     spans = [
-        Span(
-            axes.get(event["tid"], OTHER),
-            event["name"].removeprefix("gloo:"),
-            *_interval(event),
-            sent.get(id(event)),
-        )
+        Span(axes.get(event["tid"], OTHER), event["name"].removeprefix("gloo:"), *_interval(event), sent.get(id(event)))
         for event in gloo
     ]
     gloo_threads = {event["tid"] for event in gloo}

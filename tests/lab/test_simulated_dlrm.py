@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.recommendation.simulation import H200, MI210, KernelRates, RecommendationStep, simulate_recommendation
-from stretto.recommendation.simulation.exchange import MessageExchange
+from lab.simulated_dlrm import H200, MI210, KernelRates, RecommendationStep, simulate_recommendation
+from lab.simulated_dlrm.exchange import MessageExchange
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, execute
 from stretto.simulator.network.shapes import fully_connected, ring, switch, torus
 
@@ -188,6 +188,6 @@ def test_numbers_that_make_no_step_are_refused():
 
 
 @pytest.mark.long
-def test_the_simulator_of_a_dlrm_needs_no_torch():
-    code = "import sys, stretto.recommendation.simulation, stretto.simulator.chakra; print('torch' in sys.modules)"
+def test_the_simulator_needs_no_torch():
+    code = "import sys, lab.simulated_dlrm, stretto.simulator.chakra; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

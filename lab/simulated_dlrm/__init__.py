@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DLRM's training step with look-up and all-to-all separate or fused, on any network."""
 
-from stretto.recommendation.simulation.exchange import EXCHANGES
-from stretto.recommendation.simulation.kernels import (
+from lab.simulated_dlrm.exchange import EXCHANGES
+from lab.simulated_dlrm.kernels import (
     H200,
     KERNELS,
     MI210,
@@ -10,7 +10,7 @@ from stretto.recommendation.simulation.kernels import (
     RecommendationStep,
     find_kernels,
 )
-from stretto.recommendation.simulation.step import (
+from lab.simulated_dlrm.step import (
     FIDELITIES,
     FUSIONS,
     SimulatedRecommendation,

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.recommendation.simulation.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
-from stretto.recommendation.simulation.kernels import KernelRates, RecommendationStep
+from lab.simulated_dlrm.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
+from lab.simulated_dlrm.kernels import KernelRates, RecommendationStep
 from stretto.simulator.collectives.patterns import MAX_MESSAGES
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute, pausing_garbage_collection
 from stretto.simulator.network.closed_form import ClosedFormNetwork
