@@ -149,7 +149,7 @@ def test_a_commands_options_are_the_fields_of_its_settings(arguments, setting, t
 
 def test_an_empty_list_of_names_is_refused():
     status, text = bench("ops", "--ranks", 2, "--only", "")
-    assert (status, "--only is empty" in text) == (2, True), text
+    assert (status, "'--only' is empty" in text) == (2, True), text
 
 
 def test_the_library_imports_nothing_of_the_lab_or_the_tests():

@@ -23,7 +23,7 @@ from stretto.planner.memory import local_parameters
 from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.export import export_safetensors
 from stretto.train.checkpoint.metadata import read_metadata
-from stretto.train.replicas import _place
+from stretto.train.replicas import place_of
 from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from tests.parallel.experts import training as pipelines
@@ -155,7 +155,7 @@ def what_ranks_hold() -> dict[str, Any]:
         "copied": sum(copied),
         "gradients": len(copied),
         "sent": sum(call.bytes_sent for call in counts.calls if call.axis == "x" and call.ranks == 2),
-        "place": _place(model.get_parameter("blocks.0.attention.qkv.weight")),
+        "place": place_of(model.get_parameter("blocks.0.attention.qkv.weight")),
     }
 
 

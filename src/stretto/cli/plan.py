@@ -39,8 +39,7 @@ DocumentLengths = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|pile",
-        help="Lengths of the documents that sequences pack: a file with one a line, in tokens, and a count after it if "
-        "it is a histogram; pile: long-tailed ones (default: the configuration's data, or one document a sequence).",
+        help="Lengths in tokens of the documents that sequences pack: one a line, or with a count; pile: long-tailed.",
     ),
 ]
 # Headings of --help.
@@ -52,7 +51,7 @@ def plan(
     config: ConfigFile = None,
     model: Model = None,
     cluster: ClusterName = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: the configuration's, or all).")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs (default: all).")] = None,
     batch: Batch = None,
     seq_len: SeqLen = None,
     documents: DocumentLengths = None,
@@ -63,9 +62,7 @@ def plan(
             "best grids simulated."
         ),
     ] = "full",
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp32, fp64 or fp8 (default: the configuration's, or bf16).")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, fp64 or fp8.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, muon or sgd.")] = None,
     micro_batch: Annotated[
         int | None,
