@@ -39,7 +39,7 @@ DocumentLengths = Annotated[
     str | None,
     typer.Option(
         metavar="FILE|pile",
-        help="Lengths in tokens of the documents that sequences pack: one a line, or with a count; pile: long-tailed.",
+        help="Lengths of packed documents, in tokens, a line each; pile: long-tailed.",
     ),
 ]
 # Headings of --help.
@@ -66,7 +66,7 @@ def plan(
     optimizer: Annotated[str | None, typer.Option(help="adamw, muon or sgd.")] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option(help="Sequences of a rank in one forward pass (default: searched).", rich_help_panel=STEP),
+        typer.Option(help="Sequences in a forward pass (default: searched).", rich_help_panel=STEP),
     ] = None,
     recompute: Annotated[
         str | None,
