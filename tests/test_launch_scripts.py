@@ -51,7 +51,7 @@ def shown(folder: Path) -> list[tuple[list[str], dict[str, str]]]:
 
 
 def run_slurm(folder: Path, *arguments: str, **programs: str) -> None:
-    environment = install(folder, srun=SRUN, scontrol="#!/bin/sh\necho localhost\necho other\n", **programs)
+    environment = install(folder, srun=SRUN, scontrol="#!/bin/sh\necho localhost\nsleep 0.2\necho other\n", **programs)
     environment |= {"SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_ID": str(os.getpid())}
     subprocess.run(["bash", str(FOLDER / "slurm.sh"), *arguments], env=environment, check=True, cwd=folder)
 
