@@ -61,7 +61,7 @@ def take_recorded(tokens: int, experts: int, top_k: int, first: int = 0, layer: 
 
 @cache
 def find_bias(routing: str, experts: int, top_k: int, layer: int = -1) -> Tensor | None:
-    """What is added to an expert's logits, whose standard deviation is 1, for its load; None where routing is uniform.
+    """Return the bias of each expert's logits (of standard deviation 1) that gives its load; None for uniform routing.
 
     "1.5x": ranks are a quarter of the experts each, and the first has 1.5 times the mean, all of which the first of
     every 32 experts on it have more than the others. "recorded": loads are those of `take_recorded`.

@@ -348,7 +348,7 @@ def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[
 
 
 def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Which of Stretto's runs was predicted to be the fastest, and which one was."""
+    """Name the run of Stretto's that was predicted to be the fastest, and the one that was."""
     known = [row for row in rows if row.get("step_milliseconds") and row.get("predicted_milliseconds")]
     known = [row for row in known if "fp8" not in row["name"]]
     if not known:

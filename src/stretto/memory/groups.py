@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queries of a process group: this process's rank, the time limit, and exchanges that end in time."""
+"""Queries of a process group: this process's rank, the time limit, and exchanges that end in time; and its end."""
 
 import atexit
 import os
@@ -200,7 +200,7 @@ def prepare_together(prepare: Callable[[], object], store: dist.Store, size: int
 
 
 def next_number(group: dist.ProcessGroup, topic: str) -> int:
-    """How often it was called for this group and topic: 1, 2, and so on; by the group itself, as names come again."""
+    """Count the calls for this group and topic: 1, 2, and so on. By the group itself, since names come again."""
     counts = _numbers.setdefault(group, Counter())
     counts[topic] += 1
     return counts[topic]

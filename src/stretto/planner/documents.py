@@ -37,7 +37,7 @@ _MAX_BYTES = 1 << 28  # of a file of lengths
 
 
 class ContextShare(NamedTuple):
-    """How ranks of context share rows, in the mean of the sample.
+    """The shares of the ranks of context in packed rows, in the mean of the sample.
 
     balance: the largest work of a rank over the mean. own: the part of all scores that are with a rank's own keys.
     busiest: rows of keys that the rank which sends or receives most does, for each position of a rank. held: the most
@@ -78,7 +78,7 @@ class PackedDocuments:
         return sum(length**3 for length in self._lengths) / sum(length**2 for length in self._lengths)
 
     def over_context(self, ranks: int) -> ContextShare:
-        """How so many ranks share the rows, cut as models are trained (`layout="balanced"`)."""
+        """Measure the shares of so many ranks, with rows cut as in training (`layout="balanced"`)."""
         if ranks == 1:
             return ContextShare(1.0, 1.0, 0.0, 0.0, 0.0)
         if ranks not in self._shares:

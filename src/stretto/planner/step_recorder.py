@@ -201,8 +201,8 @@ class _WorkloadRecorder:
         )
 
     def _keys(self, model: Architecture, seconds: BlockSeconds) -> KeysRecord | None:
-        """What attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag; of
-        packed documents, in more."""
+        """Record what attention over context exchanges. To its own keys a rank attends in its part of all, cut zig-zag;
+        of packed documents, in more."""
         grid, config = model.splitting_sizes(self.config.grid), self.config
         has_nvlink = has_nvlink_over(self.cluster, config.grid, "context")
         latents = sends_latents(self.workload, config, has_nvlink=has_nvlink)
