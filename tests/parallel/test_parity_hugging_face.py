@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     BertConfig,
     BertModel,
@@ -25,7 +26,7 @@ from transformers import (
     GPT2LMHeadModel,
 )
 
-from stretto.parallel import Grid, gather, parallelize, validate
+from stretto.parallel import Grid, gather, layout_of, parallelize, validate
 from tests.parallel import hugging_face
 from tests.parallel.training import (
     PRECISIONS,
@@ -224,6 +225,36 @@ def test_a_model_without_a_head_returns_whole_features(ranks, axis):
     for features, _ in found:
         assert distance(features, expected) < 1e-6
     assert ("LlamaModel has no head" in found[0][1]) == (axis == "y")
+
+
+def intermediate_results(model: nn.Module, ids: Tensor, embeddings: Tensor) -> list[Tensor]:
+    """Hidden states and attention weights of both kinds of output, and logits and a gradient of given embeddings."""
+    flags = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
+    output, as_tuple = model(ids, **flags), model(ids, **flags, return_dict=False)
+    embeddings = embeddings.clone().requires_grad_()
+    logits = model(inputs_embeds=embeddings, use_cache=False).logits
+    (logits.square().mean() + output.hidden_states[1].square().mean() + output.attentions[0].square().mean()).backward()
+    found = *output.hidden_states, *output.attentions, *as_tuple[1], *as_tuple[2], logits, embeddings.grad
+    layouts = {p: layout_of(p) if isinstance(p, DTensor) else None for p in model.parameters() if p.dim() == 1}
+    return [each.detach() for each in found] + [gather(p.grad, layout) for p, layout in layouts.items()]
+
+
+def differences_of_intermediate_results(kind: str) -> list[float]:
+    torch.manual_seed(5)
+    model = {"llama": hugging_face.llama, "gpt2": hugging_face.gpt2}[kind](False).double()
+    model.set_attn_implementation("eager")
+    ids, embeddings = torch.randint(3, 61, (2, 7)), torch.randn(2, 7, 32, dtype=torch.float64)
+    with hugging_face.Fp32IsFp64():
+        expected = intermediate_results(model, ids, embeddings)
+        model.zero_grad()
+        found = intermediate_results(parallelize(model, Grid(x=2, y=2)), ids, embeddings)
+    return [distance(one, other) for one, other in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hidden_states_attention_weights_and_given_embeddings_are_whole(ranks, kind):
+    for differences in ranks(4).run(differences_of_intermediate_results, kind):
+        assert max(differences) < 1e-10
 
 
 def resized() -> list[str]:

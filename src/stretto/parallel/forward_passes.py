@@ -19,7 +19,7 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.sharded_module import ShardedModule
+from stretto.parallel.layers.sharded_module import ShardedModule, cut_features, gather_features
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded, has_layout
 from stretto.parallel.state import ParallelState, state_of, wrappers_of
 from stretto.suggestions import did_you_mean
@@ -195,6 +195,48 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     setattr(module, name, torch.compiler.disable(run, recursive=False))
 
 
+def exchange_whole_features(model: nn.Module, grid: Grid) -> None:
+    """Have a transformers model with roles take and return whole features where its code has a rank's part of them.
+
+    `inputs_embeds` [.., hidden] and hidden states are cut over y, and attention weights [batch, heads, ..] over x. A
+    part that the caller passes is taken as it is.
+    """
+    over_x, over_y = grid.communicator("x"), grid.communicator("y")
+
+    def whole(name: str, group: dist.ProcessGroup) -> int | None:
+        config: Any = model.config
+        return getattr(config.get_text_config(), name, None) if group.size() > 1 else None
+
+    def cut(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        given = kwargs.get("inputs_embeds")
+        if not isinstance(given, Tensor) or given.shape[-1] != whole("hidden_size", over_y):
+            return None
+        return args, kwargs | {"inputs_embeds": cut_features(given, over_y)}
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(gather, value))
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 3 and value.shape[-1] * over_y.size() == (hidden := whole("hidden_size", over_y)):
+            return gather_features(value, hidden, over_y)
+        if value.dim() == 4 and value.shape[1] * over_x.size() == (heads := whole("num_attention_heads", over_x)):
+            return gather_features(value.movedim(1, -1), heads, over_x).movedim(-1, 1)
+        return value
+
+    def gather_output(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(gather(each) if isinstance(each, tuple) else each for each in output)
+        for name, value in [*output.items()] if isinstance(output, Mapping) else ():
+            if isinstance(value, tuple):  # of a layer each: hidden states, or attention weights
+                output[name] = gather(value)  # type: ignore[index]
+        return output
+
+    if over_x.size() * over_y.size() > 1:
+        model.register_forward_pre_hook(torch.compiler.disable(cut), with_kwargs=True)
+        model.register_forward_hook(torch.compiler.disable(gather_output))
+
+
 def explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Add a likely cause to a forward's error about sizes: code that uses the whole model's number of heads."""
     error = sys.exception()
@@ -202,5 +244,5 @@ def explain_sizes(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         error.add_note(
             f"{type(model).__name__} is on a grid: a rank has 1/x of heads and inner features and 1/y of hidden ones. "
             "Code that views or splits by the whole model's numbers needs -1 there, or their attributes' names in "
-            "parallelize(..., local_attributes=); what is passed in (inputs_embeds, say) must be this rank's part"
+            "parallelize(..., local_attributes=)"
         )

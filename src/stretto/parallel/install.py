@@ -23,7 +23,13 @@ from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.context.sequence_parts import install_context, install_linear_attention
 from stretto.parallel.experts.shared_experts import compute_under_exchange
-from stretto.parallel.forward_passes import RowsCheck, begin_forward, end_forward, explain_sizes
+from stretto.parallel.forward_passes import (
+    RowsCheck,
+    begin_forward,
+    end_forward,
+    exchange_whole_features,
+    explain_sizes,
+)
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import AgreedRandomState
@@ -117,6 +123,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
         for names in plan.attentions.values():
             join([model.get_submodule(name) for name in names])
+    if has_roles and plan.is_pretrained:
+        exchange_whole_features(model, request.grid)
     if has_roles and request.grid.size("x") * request.grid.size("y") > 1:
         model.register_forward_hook(torch.compiler.disable(explain_sizes), always_call=True)
     if options.recomputation.is_on:

@@ -125,9 +125,10 @@ class TensorOnGrid(DTensor):
     low_precision_weight: of a parameter, what an optimizer writes along with it (`parallel.low_precision_weights`).
     pruned: of a pruned one that z shards, the `PrunedWeight` of `parallel.comm.pruned_weights`. late_write: of a
     parameter that an optimizer has yet to write (`optim.muon_overlap`), what has the reader's stream wait for it.
+
+    No `__slots__`: torch's stagers of checkpoints copy what `DTensor.__slots__` names, found on the instance.
     """
 
-    __slots__ = ()
     __hash__ = object.__hash__  # by identity, as Tensor's, which is a function in Python
     parameter_layout: ParameterLayout | None = None
     low_precision_weight: Any = None

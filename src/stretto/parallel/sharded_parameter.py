@@ -46,6 +46,10 @@ class _View(NamedTuple):
     parameter: Tensor
     make: Callable[[Tensor], Tensor]
 
+    def __deepcopy__(self, memo: object) -> "_View":
+        """Itself: a stager copies attributes of what it stages, and this is of the parameter, not of the copy."""
+        return self
+
 
 class _Operator(NamedTuple):
     """An operator's effects: numbers and names of the arguments that it writes, and whether it views.
@@ -73,7 +77,6 @@ def _describe(func: Any) -> _Operator:
 class ShardedParameter(TensorOnGrid):
     """A parameter on a grid, or a view of one that shares its memory. view_of: of a view, how it is made."""
 
-    __slots__ = ()
     view_of: _View | None = None
 
     @classmethod
@@ -193,8 +196,6 @@ class ShardedParameter(TensorOnGrid):
 
 class _Copy(ShardedParameter):
     """A view of a parameter that DTensor has gathered. A write to it is made to the parameter, too."""
-
-    __slots__ = ()
 
 
 class _SubclassDispatch(SelectiveMode):
