@@ -13,7 +13,8 @@ from torch.nn import functional
 from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.permutation import DTYPES, choose_block, find_block
 from stretto.ops.operator import Autograd, define_operator, needs_gradients
-from stretto.tiles.launches import launch_cached
+from stretto.tiles.intrinsics import await_previous, start_next
+from stretto.tiles.launches import launch_cached, starts_early
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -76,8 +77,10 @@ def gate_by_silu(gates, ups, out, stride, columns, BLOCK: tl.constexpr):  # type
     """out [n, columns] = silu(gates) * ups, rounded once. stride: from a row of gates, and of ups, to the next.
 
     A program has BLOCK columns of one row. Bytes: 2 * columns numbers a row are read and `columns` written.
-    Synchronization: none: programs own their part of out.
+    Synchronization: none: programs own their part of out. It may start early.
     """
+    start_next()
+    await_previous()
     dtype = tl.float64 if gates.dtype.element_ty == tl.float64 else tl.float32
     row, at, mask = find_block(columns, BLOCK)
     gate = tl.load(gates + row * stride + at, mask=mask, other=0.0).to(dtype)
@@ -191,7 +194,7 @@ def multiply_by_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of two CUDA tensors of one shape and dtype, as `gated_activation` computes it."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     rows = out.view(gate.shape[:-1].numel(), gate.shape[-1])
-    _launch(gate_by_silu, rows, gate.contiguous(), up.contiguous(), rows, rows.shape[1])
+    _launch(gate_by_silu, rows, gate.contiguous(), up.contiguous(), rows, rows.shape[1], **starts_early(gate.device))
     return out
 
 
@@ -207,7 +210,7 @@ def differentiate_swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor
 def _run(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     x = x.contiguous()
-    _launch(gate_by_silu, out, *x.chunk(2, 1), out, x.shape[1])
+    _launch(gate_by_silu, out, *x.chunk(2, 1), out, x.shape[1], **starts_early(x.device))
     return out
 
 
@@ -218,7 +221,7 @@ def _run_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
+def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int, **options: Any) -> None:
     """Launch a kernel on the parts of a result [n, F]."""
     n, columns = result.shape
     if result.numel():
@@ -226,7 +229,8 @@ def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
         if block < columns and warps == 1:  # too few loads would be in flight: a multiprocessor runs 32 programs
             block, warps = 2 * block, 2
         with torch.cuda.device_of(result):
-            launch_cached(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
+            programs = n * triton.cdiv(columns, block)
+            launch_cached(kernel, programs, *arguments, columns, BLOCK=block, num_warps=warps, **options)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
