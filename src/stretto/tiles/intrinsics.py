@@ -127,14 +127,21 @@ def await_previous():  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def prefetch(pointers):  # type: ignore[no-untyped-def]
-    """Have the GPU's L2 cache load the lines of these addresses, which must be the tensor's own. No read: it orders
-    nothing, and what is stored later is seen."""
-    if is_cuda():
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+def prefetch(pointers, size):  # type: ignore[no-untyped-def]
+    """Have the GPU's L2 cache load `size` bytes from each of these addresses; both are multiples of 16. From Hopper on.
+
+    It is no read: it orders nothing, and what is stored later is seen.
+    """
+    if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
+        if _has_early_starts():
+            tl.inline_asm_elementwise(
+                "cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;",
+                "=r,l,r",
+                [pointers.to(tl.int64), size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit

@@ -45,7 +45,6 @@ _HOPPER_BYTES = 227 << 10  # that a block may have
 _BUSY = 0.7  # the part of the multiprocessors that should have a tile of few rows
 _DEEPEST = 12  # stages of a tile of few rows
 _BARRIER_BYTES = 8 << 10  # of shared memory, beside the stages of a tile of few rows
-_LINE_BYTES = 128
 _AHEAD_BYTES = 24 << 20  # of a weight, loaded into the L2 cache before x is there: under half of what Hopper's holds
 
 
@@ -262,7 +261,7 @@ def _launch(
 def _count_steps_ahead(tile: Tile, weight: Tensor, programs: int, steps: int) -> int:
     """Of a program's steps, those whose part of the weight is prefetched: of few rows, which wait for the weight."""
     blocks, itemsize = tile.blocks, weight.element_size()
-    if not tile.is_turned or not weight.is_contiguous() or blocks.k * itemsize % _LINE_BYTES:
+    if not tile.is_turned or not weight.is_contiguous():
         return 0
     return min(steps, _AHEAD_BYTES // (programs * blocks.n * blocks.k * itemsize))
 
@@ -308,13 +307,10 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
 
 @triton.jit
 def _prefetch_weight(gemm, leaves, column, begin):  # type: ignore[no-untyped-def]
-    """Prefetch the weight's lines of the first steps of a tile."""
-    line: tl.constexpr = 128 * 8 // leaves.weight.dtype.element_ty.primitive_bitwidth
+    """Prefetch the weight's part of the first steps of a tile."""
     rows = tl.minimum(column + tl.arange(0, gemm.block_n), gemm.n - 1).to(tl.int64)
-    first = begin * gemm.block_k + tl.arange(0, gemm.block_k // line) * line
-    lines = leaves.weight + (rows[:, None] * gemm.k + first[None, :])
-    for step in range(leaves.ahead):
-        prefetch(lines + step * gemm.block_k)
+    size: tl.constexpr = leaves.ahead * gemm.block_k * leaves.weight.dtype.element_ty.primitive_bitwidth // 8
+    prefetch(leaves.weight + (rows * gemm.k + begin * gemm.block_k), size)
 
 
 @triton.jit
