@@ -91,59 +91,6 @@ def _require_tma(_semantic: Any = None) -> None:
         raise ValueError(f"TMA needs an NVIDIA GPU of sm_90 or newer, not {arch}: leave after_tma and before_tma False")
 
 
-@tl.core.builtin
-def _has_early_starts(_semantic: Any = None) -> tl.constexpr:
-    """Return whether a compiled kernel may start before the one ahead of it has ended: from Hopper on."""
-    options = _semantic.builder.options
-    is_new = options.backend_name == "cuda" and int(str(options.arch).removeprefix("sm").rstrip("af")) >= 90
-    return tl.constexpr(is_new)
-
-
-@triton.jit
-def start_next():  # type: ignore[no-untyped-def]
-    """Let the stream's next kernel start as soon as all programs of this one have come here, if it is launched so.
-
-    That kernel is launched with `starts_early`, and calls `await_previous` before it reads or writes what others do.
-    """
-    if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
-        if _has_early_starts():
-            tl.inline_asm_elementwise(
-                "griddepcontrol.launch_dependents;\nmov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
-
-
-@triton.jit
-def await_previous():  # type: ignore[no-untyped-def]
-    """Wait until the stream's kernels before this one have ended, and their stores are seen.
-
-    Every program of a kernel that is launched with `starts_early` calls it, even if it reads nothing: the kernel behind
-    it waits for this one alone.
-    """
-    if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
-        if _has_early_starts():
-            tl.inline_asm_elementwise(
-                "griddepcontrol.wait;\nmov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
-
-
-@triton.jit
-def prefetch(pointers, size):  # type: ignore[no-untyped-def]
-    """Have the GPU's L2 cache load `size` bytes from each of these addresses; both are multiples of 16. From Hopper on.
-
-    It is no read: it orders nothing, and what is stored later is seen.
-    """
-    if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
-        if _has_early_starts():
-            tl.inline_asm_elementwise(
-                "cp.async.bulk.prefetch.L2.global [$1], $2;\nmov.b32 $0, 0;",
-                "=r,l,r",
-                [pointers.to(tl.int64), size],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
 @triton.jit
 def now():  # type: ignore[no-untyped-def]
     """Return nanoseconds of a clock, int64. On GPUs it differs from thread to thread: never branch on it."""

@@ -18,7 +18,6 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto.memory.compilation import note_loaded_kernel
-from stretto.memory.gpus import find_capability
 
 _MAX_KEPT = 1024
 _MAX_REMEMBERED = 256
@@ -60,17 +59,6 @@ def launch_kernel(
         return kernel[(programs,)](*arguments, **(FIXED_OPTIONS | options))
     finally:
         _launch.on_load = None
-
-
-@lru_cache
-def starts_early(device: Any) -> dict[str, Any]:
-    """Options of a launch that need not wait for the kernel ahead of it in the stream: of kernels that wait themselves.
-
-    Such a kernel calls `intrinsics.await_previous`. Its programs are placed, and its weights prefetched, while the
-    kernel ahead of it, which has called `start_next`, still runs (programmatic dependent launch, from Hopper on).
-    Elsewhere there are no options, and the calls do nothing. device: a torch.device.
-    """
-    return {"launch_pdl": True} if device.type == "cuda" and find_capability(device.index) >= (9, 0) else {}
 
 
 @lru_cache

@@ -66,14 +66,13 @@ def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
     return row_sums.sum_and_normalize, arguments, {"num_warps": 8}
 
 
-def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None, ahead=0):
+def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None):
     given = {"takes_parts": form == "none", "shared": 227 << 10}
     blocks, parts, is_turned = tile or invariant.choose_tile(m, n, k // leaves, leaves, 2, 132, **given)
     x = torch.empty(m, k, dtype=torch.bfloat16)
     weight = torch.empty(k, n, dtype=torch.bfloat16).t() if transposed else torch.empty(n, k, dtype=torch.bfloat16)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    constants = leaves // parts, parts, is_turned, ahead
-    tree = invariant.Leaves(k // leaves // blocks.k, *map(fixed, constants), weight if ahead else None)
+    tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves // parts), fixed(parts), fixed(is_turned))
     exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True))
     channel = None if form == "none" else make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     out = torch.empty(parts * m, n, dtype=torch.bfloat16) if form == "none" else None

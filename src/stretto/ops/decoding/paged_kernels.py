@@ -23,8 +23,7 @@ from torch import Tensor
 from stretto.memory.gpus import count_processors
 from stretto.ops.gemm import divide_up, fixed
 from stretto.tiles import INTERPRETED, Launches, kind_of
-from stretto.tiles.intrinsics import await_previous, start_next
-from stretto.tiles.launches import count_shared_bytes, starts_early
+from stretto.tiles.launches import count_shared_bytes
 
 SPLIT = 256
 """Keys of a split where bits must not depend on anything else."""
@@ -208,7 +207,7 @@ def _launch(
     launch = _launches.setdefault(call.q.device, Launches())
     flat = [each for one in arguments for each in (one if isinstance(one, NewTokens) else (one,))]
     kinds = [float if isinstance(one, float) else kind_of(one) for one in (*cache, *flat)]
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **starts_early(call.q.device)}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     key = *(one.value for one in shape), *kinds, *options.values()
     launch(kernel, key, programs, (cache, shape, *arguments), **options, enable_fp_fusion=not call.is_invariant)
 
@@ -381,11 +380,8 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
     and values are read once.
     Synchronization: arrivals, a counter for each sequence and kv head, 0 before and after: partial results, a barrier
     of the block, an addition of their number (acquire and release, of the GPU's scope); the program that arrives last
-    reads and merges all, from the first split to the last, and sets the counter back. No program waits. It may start
-    early.
+    reads and merges all, from the first split to the last, and sets the counter back. No program waits.
     """
-    start_next()
-    await_previous()
     program = tl.program_id(0)
     part = program % parts
     kv_head = program // parts % cache.kv_heads
@@ -537,11 +533,8 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
     """The attention of a tile of a chunk's tokens, for the heads of one kv head; single tokens are left out.
 
     A sequence's tiles begin at number offsets // tokens of a tile + sequence, so that the host needs no lengths; there
-    are programs without a tile. Those with many keys, the last of a chunk, begin first. Synchronization: none. It may
-    start early.
+    are programs without a tile. Those with many keys, the last of a chunk, begin first. Synchronization: none.
     """
-    start_next()
-    await_previous()
     each: tl.constexpr = shape.rows // shape.group
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = program % cache.kv_heads

@@ -35,8 +35,7 @@ from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
 from stretto.ops.small_m import PacketExchange, count_bytes, send_tile
-from stretto.tiles.intrinsics import await_previous, prefetch, start_next
-from stretto.tiles.launches import Launches, count_shared_bytes, starts_early
+from stretto.tiles.launches import Launches, count_shared_bytes
 
 _MIN_DEPTH = 16  # of a step over k
 _STAGE_BYTES = 160 << 10  # of shared memory for stages, at most
@@ -45,19 +44,16 @@ _HOPPER_BYTES = 227 << 10  # that a block may have
 _BUSY = 0.7  # the part of the multiprocessors that should have a tile of few rows
 _DEEPEST = 12  # stages of a tile of few rows
 _BARRIER_BYTES = 8 << 10  # of shared memory, beside the stages of a tile of few rows
-_AHEAD_BYTES = 24 << 20  # of a weight, loaded into the L2 cache before x is there: under half of what Hopper's holds
 
 
 class Leaves(NamedTuple):
     """A program's leaves: steps over k of each, and (compiled in) their number, the programs that share the leaves of a
-    tile, whether x is the right operand, and the steps whose part of the weight is prefetched."""
+    tile, and whether x is the right operand."""
 
     steps: Any
     count: Any
     parts: Any = fixed(1)
     is_turned: Any = fixed(False)
-    ahead: Any = fixed(0)
-    weight: Any = None
 
 
 class Tile(NamedTuple):
@@ -144,9 +140,9 @@ def pad_leaves(x: Tensor, weight: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
 
 
 def is_for_streaming(x: Tensor, weight: Tensor, leaves: int = 1) -> bool:
-    """True if a product of few rows takes as long as its weight takes to stream, which this kernel does.
+    """True if a product of few rows takes as long as its weight takes to stream, which this kernel does fastest.
 
-    Of 16-bit dtypes, from Hopper on, where TMA loads the weight, and the kernel starts early.
+    Of 16-bit dtypes, from Hopper on, where TMA loads the weight.
     """
     (m, k), is_half = x.shape, x.is_cuda and x.element_size() == 2 and x.dtype == weight.dtype
     return is_half and 0 < m <= FEW_ROWS and k % (leaves * 128) == 0 and takes_tma(x) and takes_tma(weight)
@@ -240,30 +236,16 @@ def _launch(
 ) -> None:
     (m, k), n, blocks = x.shape, weight.shape[0], tile.blocks
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
-    programs, steps = divide_up(m, blocks.m) * divide_up(n, blocks.n) * tile.parts, k // leaves // blocks.k
-    early = starts_early(x.device) if exchange.form.value == "none" else {}
-    ahead = _count_steps_ahead(tile, weight, programs, steps * leaves // tile.parts) if early else 0
-    tree = Leaves(
-        steps, *map(fixed, (leaves // tile.parts, tile.parts, tile.is_turned, ahead)), weight if ahead else None
-    )
+    tree = Leaves(k // leaves // blocks.k, fixed(leaves // tile.parts), fixed(tile.parts), fixed(tile.is_turned))
     launch(
         sum_leaves,
-        (exchange.form.value, leaves, ahead, specialization_key(tile, x, weight, gemm, bias, out)),
-        programs,
+        (exchange.form.value, leaves, specialization_key(tile, x, weight, gemm, bias, out)),
+        divide_up(m, blocks.m) * divide_up(n, blocks.n) * tile.parts,
         (channel, gemm, tree, exchange, a, b, staging, bias, out),
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,
         enable_fp_fusion=False,
-        **early,
     )
-
-
-def _count_steps_ahead(tile: Tile, weight: Tensor, programs: int, steps: int) -> int:
-    """Of a program's steps, those whose part of the weight is prefetched: of few rows, which wait for the weight."""
-    blocks, itemsize = tile.blocks, weight.element_size()
-    if not tile.is_turned or not weight.is_contiguous():
-        return 0
-    return min(steps, _AHEAD_BYTES // (programs * blocks.n * blocks.k * itemsize))
 
 
 @triton.jit
@@ -273,9 +255,7 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
     Of several parts each program has some neighbouring leaves, and stores their sum: parts of a tile come one after
     another, so that they run at one time.
     Signals: none but the packets, of fp32, to all ranks or to the rows' owner.
-    Waits: none; the next launch of the call waits for the packets (`sum_and_normalize`), and ends the call. Where it
-    stores, it may start early: it then prefetches its part of the weight, which no kernel writes meanwhile that it does
-    not wait for.
+    Waits: none; the next launch of the call waits for the packets (`sum_and_normalize`), and ends the call.
     Failure: packets are sent only while no wait of this process has failed.
     Reuse: two slots, by the call's number: see `call_slot`.
     """
@@ -284,13 +264,7 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
     part = tl.program_id(0) % leaves.parts
     row_tile, column_tile = order_tiles(index, row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
     row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-    begin = part * (leaves.steps * leaves.count)
-    if exchange.form == "none":
-        start_next()
-        if leaves.ahead > 0:
-            _prefetch_weight(gemm, leaves, column, begin)
-        await_previous()
-    total = _multiply_tree(gemm, leaves, a, b, row, column, begin)
+    total = _multiply_tree(gemm, leaves, a, b, row, column, part * (leaves.steps * leaves.count))
     if exchange.form == "none":
         if bias is not None:
             total += load_bias(bias, column, gemm.n, gemm.block_n)
@@ -303,14 +277,6 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
         slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
         publishes = tiles.may_publish(channel)
         send_tile(channel, gemm, exchange, slot, total, row, column, gemm.n, publishes, tl.float32)
-
-
-@triton.jit
-def _prefetch_weight(gemm, leaves, column, begin):  # type: ignore[no-untyped-def]
-    """Prefetch the weight's part of the first steps of a tile."""
-    rows = tl.minimum(column + tl.arange(0, gemm.block_n), gemm.n - 1).to(tl.int64)
-    size: tl.constexpr = leaves.ahead * gemm.block_k * leaves.weight.dtype.element_ty.primitive_bitwidth // 8
-    prefetch(leaves.weight + (rows * gemm.k + begin * gemm.block_k), size)
 
 
 @triton.jit

@@ -13,8 +13,7 @@ from torch.nn import functional
 from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.permutation import DTYPES, choose_block, find_block
 from stretto.ops.operator import Autograd, define_operator, needs_gradients
-from stretto.tiles.intrinsics import await_previous, start_next
-from stretto.tiles.launches import launch_cached, starts_early
+from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]
 
@@ -77,10 +76,8 @@ def gate_by_silu(gates, ups, out, stride, columns, BLOCK: tl.constexpr):  # type
     """out [n, columns] = silu(gates) * ups, rounded once. stride: from a row of gates, and of ups, to the next.
 
     A program has BLOCK columns of one row. Bytes: 2 * columns numbers a row are read and `columns` written.
-    Synchronization: none: programs own their part of out. It may start early.
+    Synchronization: none: programs own their part of out.
     """
-    start_next()
-    await_previous()
     dtype = tl.float64 if gates.dtype.element_ty == tl.float64 else tl.float32
     row, at, mask = find_block(columns, BLOCK)
     gate = tl.load(gates + row * stride + at, mask=mask, other=0.0).to(dtype)
@@ -194,7 +191,7 @@ def multiply_by_silu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up of two CUDA tensors of one shape and dtype, as `gated_activation` computes it."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     rows = out.view(gate.shape[:-1].numel(), gate.shape[-1])
-    _launch(gate_by_silu, rows, gate.contiguous(), up.contiguous(), rows, rows.shape[1], **starts_early(gate.device))
+    _launch(gate_by_silu, rows, gate.contiguous(), up.contiguous(), rows, rows.shape[1])
     return out
 
 
@@ -210,7 +207,7 @@ def differentiate_swiglu(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor
 def _run(x: Tensor) -> Tensor:
     out = x.new_empty(x.shape[0], x.shape[1] // 2)
     x = x.contiguous()
-    _launch(gate_by_silu, out, *x.chunk(2, 1), out, x.shape[1], **starts_early(x.device))
+    _launch(gate_by_silu, out, *x.chunk(2, 1), out, x.shape[1])
     return out
 
 
@@ -221,7 +218,7 @@ def _run_gradient(x: Tensor, grad: Tensor) -> Tensor:
     return out
 
 
-def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int, **options: Any) -> None:
+def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int) -> None:
     """Launch a kernel on the parts of a result [n, F]."""
     n, columns = result.shape
     if result.numel():
@@ -229,8 +226,7 @@ def _launch(kernel: Any, result: Tensor, *arguments: Tensor | int, **options: An
         if block < columns and warps == 1:  # too few loads would be in flight: a multiprocessor runs 32 programs
             block, warps = 2 * block, 2
         with torch.cuda.device_of(result):
-            programs = n * triton.cdiv(columns, block)
-            launch_cached(kernel, programs, *arguments, columns, BLOCK=block, num_warps=warps, **options)
+            launch_cached(kernel, n * triton.cdiv(columns, block), *arguments, columns, BLOCK=block, num_warps=warps)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -18,8 +18,6 @@ from torch import Tensor
 from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
 from stretto.tiles import INTERPRETED, Launches, kind_of
-from stretto.tiles.intrinsics import await_previous, start_next
-from stretto.tiles.launches import starts_early
 
 NORMS = ("rms", "layer")
 MAX_COLUMNS = 16384  # a program keeps whole rows in registers
@@ -183,7 +181,7 @@ def _launch(total: Tensor | None, tensors: NormRows, norm: Norm) -> None:
     parts = total.shape[0] if total is not None and total.dim() == 3 else 1
     key = norm, rows, columns, parts, kind_of(total), *map(kind_of, tensors)
     arguments = describe_norm(norm, height, block, parts), tensors, total, rows, columns
-    options = {"num_warps": num_warps, "enable_fp_fusion": not norm.is_exact, **starts_early(device)}
+    options = {"num_warps": num_warps, "enable_fp_fusion": not norm.is_exact}
     launch(add_and_normalize, key, divide_up(rows, height), arguments, **options)
 
 
@@ -273,10 +271,8 @@ def add_and_normalize(form, tensors, total, rows, columns):  # type: ignore[no-u
     """added = residual + (total + bias); normed = its norm. total, bias: or None; without total, normed alone.
 
     A program has form.rows rows of form.block >= columns numbers. Bytes: each tensor is read or written once.
-    Synchronization: none: programs own their rows. It may start early.
+    Synchronization: none: programs own their rows.
     """
-    start_next()
-    await_previous()
     dtype: tl.constexpr = tensors.residual.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * form.rows + tl.arange(0, form.rows)[:, None]
     column = tl.arange(0, form.block)[None, :]
