@@ -257,6 +257,6 @@ def lose_by_asynchronous_save(kind: str, sizes: Sizes, folder: Path) -> list[str
     ]
 
 
-@pytest.mark.parametrize("kind", ["blocks", "gpt2"])
+@pytest.mark.parametrize("kind", ["blocks", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_asynchronous_saves_have_the_weights_of_their_call(kind: str, ranks: MakeRanks, tmp_path: Path) -> None:
     assert ranks(2).run(lose_by_asynchronous_save, kind, {"x": 2} if kind == "gpt2" else {"z": 2}, tmp_path) == [[], []]

@@ -251,7 +251,7 @@ def differences_of_intermediate_results(kind: str) -> list[float]:
     return [distance(one, other) for one, other in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_hidden_states_attention_weights_and_given_embeddings_are_whole(ranks, kind):
     for differences in ranks(4).run(differences_of_intermediate_results, kind):
         assert max(differences) < 1e-10
