@@ -121,10 +121,9 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
                 ({"context": 2, "x": 2}, {}, LARGE),
                 ({"context": 4}, {}, LARGE),
                 ({"context": 2, "x": 2, "data": 2, "expert": 4, "expert_tensor": "fold"}, {}, LARGE),
-                ({"context": 2, "x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}, LARGE),
-                ({"context": 2, "data": 2, "z": 2, "expert": 4}, {"recompute": "communication"}, LARGE),
             )
         ),
+        *(pytest.param(run, marks=LARGE) for run in experts.every_run_of_context(8)),
     ],
     ids=str,
 )
