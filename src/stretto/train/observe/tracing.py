@@ -37,7 +37,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
 
     Every rank of the grid has one, with the same steps. layers: of the model on this rank, for the host's time of each.
     Tracing does not change the steps' results, and the time to start and write it does not count as a step's.
-    `timeline` is the trace's Timeline on rank 0, once it is written. Leaving the context by an exception writes nothing.
+    `timeline` is the trace's Timeline on rank 0, once it is written. An exception in the context leaves no file.
     """
 
     def __init__(
