@@ -229,7 +229,7 @@ def exchange_whole_features(model: nn.Module, grid: Grid) -> None:
             return tuple(gather(each) if isinstance(each, tuple) else each for each in output)
         for name, value in [*output.items()] if isinstance(output, Mapping) else ():
             if isinstance(value, tuple):  # of a layer each: hidden states, or attention weights
-                output[name] = gather(value)  # type: ignore[index]
+                output[name] = gather(value)
         return output
 
     if over_x.size() * over_y.size() > 1:
