@@ -9,8 +9,8 @@
 
 Bandwidths are the kernel's token buckets'. What is predicted is given them as they were set, and the time of a call
 without data, measured in the same run; of training, `plan`'s step on a cluster with these links, the measured time of a
-message (in two levels, and in the library's ring), and a core on which a step without communication takes as long as it was measured to. (gloo's own
-reduce-scatter, of z's "flat", sends as much as an all-reduce: the model knows it.)
+message (in two levels, and in the library's ring), and a core on which a step without communication takes as long as
+it was measured to. (gloo's own reduce-scatter, of z's "flat", sends as much as an all-reduce: the model knows it.)
 """
 
 from collections.abc import Callable, Iterator

@@ -31,7 +31,7 @@ class Links:
     in_node_bandwidth: what one rank sends to others of its node while all of them do. node_bandwidth: what one node
     sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, are attached to one
     switch (None: all); oversubscription: how many times more these could send to other switches than the links there
-    carry. library_scatters: False where the library's own reduce-scatter sends as much as an all-reduce, as gloo's does.
+    carry. library_scatters: False where the library's reduce-scatter sends as much as an all-reduce, as gloo's does.
     Raises ValueError for a figure that is negative, or not positive where it must be.
     """
 

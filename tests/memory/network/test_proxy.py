@@ -155,7 +155,7 @@ def test_who_waits_receives_in_place_of_the_thread_which_goes_on_when_nobody_wai
         pausing = [threading.Thread(target=lambda: [first.pause(0.01) for _ in range(20)]) for _ in range(2)]
         for each in pausing:
             each.start()
-        for number in range(100):
+        for _ in range(100):
             pair.post(0, Put(1, 0, 0, 0, 0, SIZE, 3))
             pair.post(1, Put(0, 0, 0, 0, 0, 8, 3))
         wait_for(lambda: pair.seen(0, 3) == pair.seen(1, 3) == 100)

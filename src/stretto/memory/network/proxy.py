@@ -123,7 +123,7 @@ class Proxy:
             self._call(lambda: self._fifos.pop(fifo, None))
 
     def wake(self) -> bool:
-        """Have the thread look at the FIFOs now. Returns whether a peer may be lost, which only `failure` knows here."""
+        """Have the thread look at the FIFOs now. Returns True: `failure` says whether a peer is lost."""
         self._sockets.wake()
         return True
 
