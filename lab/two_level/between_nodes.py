@@ -218,7 +218,9 @@ def _plan(axis: str, links: "Links", two_level: "TwoLevel", alone: float) -> flo
         between_nodes=NetworkLink(links.node_bandwidth, links.latency),
     )
     how: dict[str, Any] = {"grid": {axis: 8}, "batch": 8, "seq_len": MODEL["max_seq_len"], "dtype": "fp32"}
-    flops = FlopRates(fp32=some * predict(GPTConfig(**MODEL), cluster, **how).compute_time / alone)
+    compute_time = predict(GPTConfig(**MODEL), cluster, **how).compute_time
+    assert compute_time is not None
+    flops = FlopRates(fp32=some * compute_time / alone)
     cluster = replace(cluster, gpu=replace(cluster.gpu, peak_flops=flops))
     return predict(GPTConfig(**MODEL), cluster, two_level=two_level, **how).step_time
 

@@ -56,6 +56,7 @@ constexpr double kPollSeconds = 0.002;      // between looks at those FIFOs, lat
 constexpr double kLongestSleep = 0.5;
 constexpr double kHoldSeconds = 0.001;      // after a caller's work, until the thread looks at connections again
 constexpr double kLivelySeconds = 0.01;     // since then, before the thread sleeps longer than that while callers wait
+constexpr double kLookSeconds = 0.0002;     // of a caller who leaves the work to others
 
 enum Call { kPolls, kSends, kReceives, kWakes, kCalls };
 enum Kind : uint8_t { kHello = 1, kPut = 2, kAck = 3, kBye = 4 };
@@ -283,7 +284,7 @@ class Proxy {
     std::unique_lock lock(mutex_);
     if (has_polled_ || drivers_ > 0 || is_closing_) {
       lock.unlock();
-      std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, kHoldSeconds)));
+      std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, kLookSeconds)));
       return;
     }
     ++drivers_;
