@@ -245,7 +245,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         (Edit(_PUTS, "    tl.debug_barrier()\n    tl.atomic_add(puts.used", "    tl.atomic_add(puts.used"),),
         "tiles/puts",
         _PUT_TESTS,
-        equivalent=_BEFORE_ATOMICS,
     ),
     Mutation(
         "puts",
@@ -254,7 +253,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         (Edit(_PUTS, "    tl.debug_barrier()\n    tl.atomic_add(puts.taken", "    tl.atomic_add(puts.taken"),),
         "tiles/puts",
         _PUT_TESTS,
-        equivalent=_BEFORE_ATOMICS,
     ),
     Mutation(
         "puts",
