@@ -223,8 +223,8 @@ class SumsByLibrary(AbstractContextManager[None]):
         part = self._buffer[: len(rows)]
         torch.mm(rows, weight.t(), out=part)
         if part.numel() * part.element_size() <= _ONE_SHOT_BYTES:
-            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)  # type: ignore[no-any-return]
-        return torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", group.group_name)  # type: ignore[no-any-return]
+            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)
+        return torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", group.group_name)
 
 
 def _make(setting: InferenceSetting, device: torch.device) -> Any:

@@ -97,6 +97,7 @@ def test_winners_count_only_where_the_best_two_differ():
     assert (every.contests, every.right, every.share) == (2, 1, 0.5)
 
 
+@pytest.mark.long
 def test_predictions_for_more_gpus_have_every_collective_and_choose_no_slower_one_than_nccl():
     cases = [case for case in read_gpu_cases(RESULTS) if case.num_bytes == 1024]
     predictor = SchedulePredictor(lambda ranks: START.topology(Cluster.preset("dgx-h200"), ranks))

@@ -20,8 +20,8 @@ MakeRanks = Callable[[int], Ranks]
 STEPS = 2
 # A letter for each table, of 50, 7, 1, 20, 3 and 11 rows: table, row, column, node, everywhere. Each table has each once.
 CASES = [
-    ("rcnter", "rowwise-adagrad"), ("cnterc", "adam"), ("ntercn", "rowwise-adagrad"), ("tercnt", "full-adagrad"),
-    ("ercnte", "sgd"),
+    ("rtnetr", "rowwise-adagrad"), ("cncrct", "adam"), ("ertnen", "rowwise-adagrad"), ("tcecrc", "full-adagrad"),
+    ("nertne", "sgd"),
 ]  # fmt: skip
 
 

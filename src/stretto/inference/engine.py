@@ -65,7 +65,7 @@ class Engine:
         invariant: bool | None = None,
         divide_from: int | str | None = "auto",
     ) -> None:
-        sizes = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
+        sizes: dict[str, Any] = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
         sizes |= {} if divide_from in (None, "auto") else {"divide_from": divide_from}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:

@@ -153,7 +153,7 @@ class _FusedBlock:
         """What the block returns: the residual, or, of all blocks but the last, this rank's part of it."""
         block, attention, mlp, tokens = self._block, self._attention, self._mlp, self._tokens
         if args:
-            return self._own(hidden_states, *args, **kwargs)  # type: ignore[no-any-return]
+            return self._own(hidden_states, *args, **kwargs)
         if self.is_first:
             hidden_states = tokens.begin(hidden_states)
         normed = self._input_of(block.input_layernorm(hidden_states))
@@ -161,7 +161,7 @@ class _FusedBlock:
             attended = block.self_attn(hidden_states=normed, **kwargs)[0]
         normed, residual = attention.finish(attended, hidden_states)
         if mlp is None:
-            return residual + block.mlp(normed)  # type: ignore[no-any-return]
+            return residual + block.mlp(normed)
         with mlp.left_out():
             activated = block.mlp(self._input_of(normed))
         normed, residual = mlp.finish(activated, residual)
