@@ -8,7 +8,6 @@ on every rank, so that residuals and norms are of the part. The number of tokens
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
 
 from stretto.ops import all_gather_matmul, matmul_reduce_scatter
 
@@ -37,11 +36,13 @@ class DividedTokens:
         self._stood_in = part[:, :1].expand(1, self._tokens, -1), part
         return self._stood_in[0]
 
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product [1, tokens, n] of x, or of all tokens that x stands in for."""
-        if self._stood_in is None or self._stood_in[0] is not x:
-            return F.linear(x, weight, bias)
-        gathered = all_gather_matmul(self._stood_in[1][0].contiguous(), weight, self._group, bias=bias)
+    def find_part(self, x: Tensor) -> Tensor | None:
+        """The part that a tensor stands in for; None for any other one."""
+        return self._stood_in[1] if self._stood_in is not None and self._stood_in[0] is x else None
+
+    def gather_multiply(self, part: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product [1, tokens, n] of all ranks' parts."""
+        gathered = all_gather_matmul(part[0].contiguous(), weight, self._group, bias=bias)
         return gathered[None, : self._tokens]
 
     def multiply_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
