@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto.ops import all_gather_matmul, matmul_reduce_scatter
 
 
-class DividedTokens:
+class TokenDivision:
     """The tokens of the running step. group: the ranks of x. least: tokens of a step from which on they are divided.
 
     Hidden states are [1, tokens, features], and parts of them [1, tokens of the part, features].

@@ -5,7 +5,7 @@
   another, and each parameter becomes a view of its part, so that weights that are loaded later are seen.
 - In blocks of Llama's form, the product that ends attention or the MLP, its sum over x, the residual and the next norm
   are `ops.matmul_all_reduce_norm`. Where all blocks are fused so, steps of many tokens may divide these over x instead
-  (`DividedTokens`).
+  (`TokenDivision`).
 
 What may be fused is seen in one pass of the model (`watch`): which linears got one and the same input, whether the
 attention and the MLP of a block return what a rowwise linear returned, and which norm takes a block's output. What a
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_block
-from stretto.inference.divided_tokens import DividedTokens
+from stretto.inference.divided_tokens import TokenDivision
 from stretto.ops import matmul_all_reduce_norm
 from stretto.ops.confirmation import measure_choices
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_leaves
@@ -44,7 +44,7 @@ class BlockFuser:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, fuses_gates: bool = True) -> None:
         self._group = group
         self._fuses_gates = fuses_gates
-        self.tokens, self.can_divide = DividedTokens(group), False
+        self.tokens, self.can_divide = TokenDivision(group), False
         self._linears = [module for module in model.modules() if _is_plain_linear(module)]
         self._norms = [module for module in model.modules() if _is_plain_norm(module)]
         self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
@@ -141,10 +141,10 @@ class BlockFuser:
 class _FusedBlock:
     """A block of Llama's form, whose forward pass it replaces.
 
-    joined: of queries, keys and values. can_divide: see `DividedTokens`.
+    joined: of queries, keys and values. can_divide: see `TokenDivision`.
     """
 
-    def __init__(self, block: Any, attention: "_EndOfBlock", mlp: "_EndOfBlock | None", tokens: DividedTokens) -> None:
+    def __init__(self, block: Any, attention: "_EndOfBlock", mlp: "_EndOfBlock | None", tokens: TokenDivision) -> None:
         self._block, self._attention, self._mlp, self._tokens = block, attention, mlp, tokens
         self._own = block.forward
         self.joined: JoinedWeights | None = None
@@ -193,7 +193,7 @@ class _FusedBlock:
 class JoinedWeights:
     """Linears of one input, as one product. Called for the first of them, it keeps the others' parts."""
 
-    def __init__(self, linears: Sequence[ParallelLinear], tokens: DividedTokens) -> None:
+    def __init__(self, linears: Sequence[ParallelLinear], tokens: TokenDivision) -> None:
         self.linears, self._tokens = list(linears), tokens
         self._is_invariant = linears[0].plan.is_invariant
         parts = [local(linear.weight) for linear in self.linears]
@@ -236,7 +236,7 @@ class _EndOfBlock:
     """The rowwise linear that ends attention or an MLP, with the residual and the norm after it."""
 
     def __init__(
-        self, linear: ParallelLinear, norm: ParallelNorm, group: dist.ProcessGroup, tokens: DividedTokens
+        self, linear: ParallelLinear, norm: ParallelNorm, group: dist.ProcessGroup, tokens: TokenDivision
     ) -> None:
         self._linear, self._norm, self._group, self._tokens = linear, norm, group, tokens
         self._is_left_out = False
