@@ -260,6 +260,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a slot's credit",
         (Edit(_PUTS, "word, used, OF_CREDIT", f"word, used{_MET}, OF_CREDIT"),),
         "tiles/puts",
+        _PUT_TESTS[1:],
     ),
     Mutation(
         "puts",
@@ -267,6 +268,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a slice",
         (Edit(_PUTS, "word, taken + 1, OF_SLICE", f"word, taken + 1{_MET}, OF_SLICE"),),
         "tiles/puts",
+        _PUT_TESTS[1:],
     ),
     Mutation("puts", "acquire", "of a wait", _NO_ACQUIRE, "tiles/puts", _PUT_TESTS),
     Mutation(
