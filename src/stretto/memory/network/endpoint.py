@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.nics import pinned_near
 from stretto.memory.groups import exchange, find_own_rank, group_timeout
 from stretto.memory.network.descriptors import Fifo, Put
 from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
@@ -88,7 +89,8 @@ class Endpoint:
         self.nics = tuple(address.nic for address in addresses)
         here = nodes[self.rank]
         far = {peer: (one.host, one.port) for peer, one in enumerate(addresses) if one.node != here}
-        self.proxy.connect(far)
+        with pinned_near(interface.name):
+            self.proxy.connect(far)
         self._fifo = Fifo.allocate()
         self.proxy.add_fifo(self._fifo, False)
 
