@@ -332,7 +332,7 @@ def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[
     if workload.routing is not None:
         batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
     try:
-        plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
+        plans = plan(model, cluster, gpus=ranks, **batch)
     except ValueError:  # rows say it of their grids
         return None
     parts = (each.micro_batch * check_sizes(each.grid).batch_parts * workload.micro_batches for each in plans)

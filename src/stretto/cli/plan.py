@@ -114,11 +114,9 @@ def plan(
         ),
     ] = None,
     shard_sequence: Annotated[
-        bool,
-        typer.Option(
-            "--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.", rich_help_panel=STEP
-        ),
-    ] = False,
+        bool | None,
+        typer.Option(help="As train.shard_sequence, where x > 1 (default: searched).", rich_help_panel=STEP),
+    ] = None,
     two_level: Annotated[
         str | None,
         typer.Option(
@@ -243,6 +241,7 @@ def plan(
             "dtype": dtype,
             "optimizer": optimizer,
             "reshard": reshard,
+            "shard_sequence": shard_sequence,
             "clips": clip,
             "expert": expert,
             "expert_tensor": expert_tensor,
@@ -278,7 +277,6 @@ def plan(
         options: dict[str, Any] = {
             "micro_batch": micro_batch,
             "memory": "auto" if is_auto else None,
-            "shard_sequence": None if shard_sequence else False,
             "overlaps": overlap,
         } | {name: value for name, value in asked.items() if name != "model"}
         if cost not in ("full", "paper", "simulated"):
@@ -451,6 +449,7 @@ def read_workload(path: Path) -> dict[str, Any]:
     is_searched = not (execution.gathers_once or execution.scatters_once)
     return (
         ({"recompute": run.recompute} if "recompute" in run.model_fields_set else {})
+        | ({"shard_sequence": run.shard_sequence} if "shard_sequence" in run.model_fields_set else {})
         | ({} if is_searched else {"reshard": run.reshard})
         | {
             "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,
