@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from stretto.axes import EXPERT
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
+from stretto.huggingface.attention.packed_documents import install_packed
 from stretto.huggingface.experts import choose_scaled_inputs
 from stretto.huggingface.sequence import shard_between_blocks
 from stretto.parallel.blocks import has_forward
@@ -112,6 +113,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     if parts is not None:  # after the hook that compares ranks' rows
         expands_again = options.recomputation.is_on and builder.tokens is None
         install_context(model, parts, expands_again=expands_again)
+    elif plan.is_pretrained and not options.invariant:  # whose attention is its own
+        install_packed(model)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)

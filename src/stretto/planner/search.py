@@ -299,7 +299,9 @@ def _note_sharding(
     other = _judge(workload, replace(config, options=options), cluster, device, limit)
     if other.impossible is not None:
         return ()
-    found, beside = (f"{each.cost.step_time:.4g} s and {sum(each.memory.values()) / 1e9:.3g} GB" for each in (best, other))
+    found, beside = (
+        f"{each.cost.step_time:.4g} s and {sum(each.memory.values()) / 1e9:.3g} GB" for each in (best, other)
+    )
     with_it, without = ("with", "without") if config.options.shard_sequence else ("without", "with")
     return (f"{config.grid}: a step takes {found} {with_it} shard_sequence, and {beside} {without}",)
 
