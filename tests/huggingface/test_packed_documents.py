@@ -20,7 +20,7 @@ from tests.parallel.context.test_training import DOCUMENTS, loss_of_separate_doc
 from tests.parallel.hugging_face import Fp32IsFp64, causal_lm
 from tests.parallel.training import SEED, distance, my_rows
 
-STARTS = torch.tensor([0, *torch.tensor(sum(DOCUMENTS, [])).cumsum(0)], dtype=torch.int32)
+STARTS = torch.tensor([0, *torch.cat([torch.tensor(row) for row in DOCUMENTS]).cumsum(0)], dtype=torch.int32)
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "llama": partial(causal_lm, "llama"),
     "gemma3": sliding("gemma3_text"),  # windows
@@ -170,6 +170,7 @@ def test_nothing_is_made_of_all_pairs_of_tokens():
 
 
 REFUSED = {
+    "stablelm": ("stablelm", {}, "hands attention no further arguments"),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}, "caps its attention's logits"),
     "bloom": ("bloom", {"n_layer": 2, "n_head": 4}, "does not go through transformers' attention interface"),
 }
@@ -179,8 +180,9 @@ REFUSED = {
 def test_what_its_own_attention_needs_a_mask_for_stays_as_it_was(name):
     family, options, words = REFUSED[name]
     model = causal_lm(family, **options)
-    batch = {name: each for name, each in packed().items()} | {"use_cache": False}
-    batch.pop("position_ids") if family == "bloom" else None
+    batch = packed() | {"use_cache": False}
+    if family == "bloom":
+        del batch["position_ids"]
     expected = model(**batch).loss.item()
     assert words in str(refusal_of_packed(model))
     install_packed(model)

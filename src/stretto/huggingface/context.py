@@ -269,14 +269,30 @@ def _makes_masks_of_positions(forward: Callable[..., Any]) -> bool:
     codes = (own, *filter(inspect.iscode, own.co_consts)) if own is not None else ()  # a lambda may make them
     if not any("causal_mask" in name for code in codes for name in code.co_names):
         return False
-    try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
-    except OSError:  # it has no file
+    if (nodes := _parse(forward)) is None:
         return True
     # In a call by keywords, or in a dict of these.
     calls = ([each.arg for each in node.keywords] for node in nodes if isinstance(node, ast.Call))
     dicts = ([getattr(key, "value", None) for key in node.keys] for node in nodes if isinstance(node, ast.Dict))
     return any({"config", "attention_mask", "position_ids"} <= {*names} for names in (*calls, *dicts))
+
+
+def _parse(forward: Callable[..., Any]) -> list[ast.AST] | None:
+    """The nodes of a function's code; None if it has no file."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
+    except OSError:
+        return None
+
+
+@functools.cache
+def hands_arguments_on(forward: Callable[..., Any], part: str) -> bool:
+    """True if the code of a module's forward calls `self.part` with **kwargs."""
+    calls = (node for node in _parse(forward) or () if isinstance(node, ast.Call))
+    names = {
+        getattr(each.func, "attr", None) for each in calls if any(keyword.arg is None for keyword in each.keywords)
+    }
+    return part in names
 
 
 def count_expanded(model: nn.Module) -> int:

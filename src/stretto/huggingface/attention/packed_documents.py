@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.huggingface.attention.linear_attention import linear_attentions_of
 from stretto.huggingface.context import (
     LAYERS,
     LINEAR_LAYERS,
@@ -21,6 +20,7 @@ from stretto.huggingface.context import (
     count_layers,
     drops_weights,
     find_documents,
+    hands_arguments_on,
     ignores_positions,
     is_causal,
     make_no_mask,
@@ -52,9 +52,20 @@ def refusal_of_packed(model: Any) -> str | None:
         return f"{kind} has no causal attention"
     if any(getattr(module, "config", None) is not inner.config for module in attentions):
         return f"the attention of {kind} has a configuration of its own"
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return f"the forward of {kind} hands attention no further arguments (**kwargs)"
+    takes_more = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_more or not all(
+        _is_handed_on(inner, name) for name, each in inner.named_modules() if each in attentions
+    ):
+        return f"the code of {kind} hands attention no further arguments (**kwargs)"
+    parts = {type(part) for each in attentions for part in each.modules() if part is not each}
+    if masked := [each.__name__ for each in parts if "attention_mask" in inspect.signature(each.forward).parameters]:
+        return f"{masked[0]} within the attention of {kind} reads its mask"
     return None
+
+
+def _is_handed_on(model: nn.Module, attention: str) -> bool:
+    owner, _, name = attention.rpartition(".")
+    return hands_arguments_on(inspect.unwrap(type(model.get_submodule(owner)).forward), name)
 
 
 class PackedPasses:
