@@ -101,10 +101,11 @@ def plan(
         raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards, pipelines))
     candidates.sort(key=lambda candidate: candidate.rank)
     candidates = replay_first(candidates, workload, machine, device, limit)
-    notes = (*_notes(workload, space.states), *space.notes, *left_out)
-    notes += _note_imbalance(workload, candidates[0].config, machine, device, limit)
+    notes = _notes(workload, space.states)
     if len(space.shardings) > 1:
         notes += _note_sharding(workload, candidates[0], machine, device, limit)
+    notes += (*space.notes, *left_out)
+    notes += _note_imbalance(workload, candidates[0].config, machine, device, limit)
     return [to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
 
