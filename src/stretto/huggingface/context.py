@@ -278,10 +278,10 @@ def _makes_masks_of_positions(forward: Callable[..., Any]) -> bool:
 
 
 def _parse(forward: Callable[..., Any]) -> list[ast.AST] | None:
-    """The nodes of a function's code; None if it has no file."""
+    """The nodes of a function's code; None if it cannot be read."""
     try:
         return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
-    except OSError:
+    except (OSError, TypeError, SyntaxError):  # without a file; a docstring that is not indented
         return None
 
 

@@ -180,6 +180,7 @@ def _attend(
             f"{type(module).__name__} is not handed the documents of a pass by the code of its model, or shares the "
             "configuration of a model that runs: copy.deepcopy(config) would do, or rows of one document each"
         )
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, of norms in fp32
     size = value.shape[-1]
     if query.is_cuda and size < query.shape[-1]:  # flash attention takes values of the keys' size
         value = F.pad(value, (0, query.shape[-1] - size))
