@@ -3,6 +3,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -42,9 +43,12 @@ DocumentLengths = Annotated[
         help="Lengths of packed documents, in tokens, a line each; pile: long-tailed.",
     ),
 ]
-# Headings of --help.
-STEP, EXPERTS, PIPELINES, OUTPUT = "How a step runs", "Mixtures of experts", "Pipelines", "Output"
-INFERENCE = "Inference"
+# Options under a heading of --help.
+_in_step = partial(typer.Option, rich_help_panel="How a step runs")
+_of_experts = partial(typer.Option, rich_help_panel="Mixtures of experts")
+_of_pipelines = partial(typer.Option, rich_help_panel="Pipelines")
+_of_inference = partial(typer.Option, rich_help_panel="Inference")
+_of_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def plan(
@@ -64,136 +68,89 @@ def plan(
     ] = "full",
     dtype: Annotated[str | None, typer.Option(help="bf16, fp16, fp32, fp64 or fp8.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, muon or sgd.")] = None,
-    micro_batch: Annotated[
-        int | None,
-        typer.Option(help="Sequences in a forward pass (default: searched).", rich_help_panel=STEP),
-    ] = None,
+    micro_batch: Annotated[int | None, _in_step(help="Sequences in a forward pass (default: searched).")] = None,
     recompute: Annotated[
-        str | None,
-        typer.Option(
-            help=f"As train.recompute: {option_help('recompute')} (default: none or full).", rich_help_panel=STEP
-        ),
+        str | None, _in_step(help=f"As train.recompute: {option_help('recompute')} (default: none or full).")
     ] = None,
-    optimizer_state: Annotated[
-        str | None, typer.Option(help="As train.optimizer_state: fp32, device or host.", rich_help_panel=STEP)
-    ] = None,
+    optimizer_state: Annotated[str | None, _in_step(help="As train.optimizer_state: fp32, device or host.")] = None,
     sparsity: Annotated[
         float | None,
-        typer.Option(
+        _in_step(
             help="As train.sparsity: part of linears' weights that is pruned; state is on the device unless "
-            "--optimizer-state says otherwise.",
-            rich_help_panel=STEP,
+            "--optimizer-state says otherwise."
         ),
     ] = None,
-    clip: Annotated[bool | None, typer.Option(help="Whether gradients are clipped.", rich_help_panel=STEP)] = None,
+    clip: Annotated[bool | None, _in_step(help="Whether gradients are clipped.")] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="auto",
-            help="auto: search --optimizer-state and --recompute, unless they are set.",
-            rich_help_panel=STEP,
-        ),
+        _in_step(metavar="auto", help="auto: search --optimizer-state and --recompute, unless they are set."),
     ] = None,
-    modes: Annotated[
-        bool,
-        typer.Option("--modes", help="Memory and time of each --recompute on the best grid.", rich_help_panel=OUTPUT),
-    ] = False,
+    modes: Annotated[bool, _of_output("--modes", help="Memory and time of each --recompute on the best grid.")] = False,
     explain: Annotated[
         bool,
-        typer.Option(
-            "--explain",
-            help="Memory formulas and bytes sent, of the best grid; of a DLRM, why tables are cut.",
-            rich_help_panel=OUTPUT,
+        _of_output(
+            "--explain", help="Memory formulas and bytes sent, of the best grid; of a DLRM, why tables are cut."
         ),
     ] = False,
     reshard: Annotated[
         str | None,
-        typer.Option(
-            help=f"As train.reshard: {option_help('reshard')} (default: after_backward or after_forward).",
-            rich_help_panel=STEP,
-        ),
+        _in_step(help=f"As train.reshard: {option_help('reshard')} (default: after_backward or after_forward)."),
     ] = None,
     shard_sequence: Annotated[
-        bool | None,
-        typer.Option(help="As train.shard_sequence, where x > 1 (default: searched).", rich_help_panel=STEP),
+        bool | None, _in_step(help="As train.shard_sequence, where x > 1 (default: searched).")
     ] = None,
     two_level: Annotated[
         str | None,
-        typer.Option(
+        _in_step(
             metavar="auto|true|false",
             help="As train.two_level: z and data in two levels, between nodes and inside them (default: false).",
-            rich_help_panel=STEP,
         ),
     ] = None,
-    overlap: Annotated[bool, typer.Option(help="Overlap collectives with computation.", rich_help_panel=STEP)] = True,
+    overlap: Annotated[bool, _in_step(help="Overlap collectives with computation.")] = True,
     captured: Annotated[
-        bool,
-        typer.Option(
-            "--captured", help="Steps run as one CUDA graph, which the host just starts.", rich_help_panel=STEP
-        ),
+        bool, _in_step("--captured", help="Steps run as one CUDA graph, which the host just starts.")
     ] = False,
     context: Annotated[
         str | None,
-        typer.Option(
+        _in_step(
             metavar="N|auto",
             help="Ranks that each sequence is cut among; auto searches (default: 1; auto from 32,768 tokens on). With "
             "--inference: tokens in the cache of a request that decodes; several, with commas, are equally likely.",
-            rich_help_panel=STEP,
         ),
     ] = None,
-    expert: Annotated[
-        int | None, typer.Option(help="Expert-parallel ranks (default: searched).", rich_help_panel=EXPERTS)
-    ] = None,
+    expert: Annotated[int | None, _of_experts(help="Expert-parallel ranks (default: searched).")] = None,
     expert_tensor: Annotated[
-        str | None,
-        typer.Option(
-            help="cut: x splits each expert. fold: x is expert-parallel (default: searched).", rich_help_panel=EXPERTS
-        ),
+        str | None, _of_experts(help="cut: x splits each expert. fold: x is expert-parallel (default: searched).")
     ] = None,
     imbalance: Annotated[
-        float | None,
-        typer.Option(help="Rows of the most loaded rank, divided by the mean (default: 1.1).", rich_help_panel=EXPERTS),
+        float | None, _of_experts(help="Rows of the most loaded rank, divided by the mean (default: 1.1).")
     ] = None,
     pipe: Annotated[
-        str | None,
-        typer.Option(metavar="N|auto", help="Pipeline ranks; auto searches (default: 1).", rich_help_panel=PIPELINES),
+        str | None, _of_pipelines(metavar="N|auto", help="Pipeline ranks; auto searches (default: 1).")
     ] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(
-            help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v or message-driven (default: searched).",
-            rich_help_panel=PIPELINES,
-        ),
+        _of_pipelines(help="gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v or message-driven (default: searched)."),
     ] = None,
     virtual_stages: Annotated[
-        int | None, typer.Option(help="Stages on each rank of pipe (default: searched).", rich_help_panel=PIPELINES)
+        int | None, _of_pipelines(help="Stages on each rank of pipe (default: searched).")
     ] = None,
     extra_warm_up: Annotated[
-        int | None,
-        typer.Option(help="For 1f1b: more forward passes before the first backward.", rich_help_panel=PIPELINES),
+        int | None, _of_pipelines(help="For 1f1b: more forward passes before the first backward.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="For message-driven: micro-batches in flight.", rich_help_panel=PIPELINES)
-    ] = None,
-    serve_first: Annotated[
-        str | None, typer.Option(help="For message-driven: arrival, backward or forward.", rich_help_panel=PIPELINES)
-    ] = None,
+    limit: Annotated[int | None, _of_pipelines(help="For message-driven: micro-batches in flight.")] = None,
+    serve_first: Annotated[str | None, _of_pipelines(help="For message-driven: arrival, backward or forward.")] = None,
     inference: Annotated[
         bool,
-        typer.Option(
-            "--inference",
-            help="Rank grids by how they answer --batch requests at a time (stretto.inference).",
-            rich_help_panel=INFERENCE,
+        _of_inference(
+            "--inference", help="Rank grids by how they answer --batch requests at a time (stretto.inference)."
         ),
     ] = False,
     prompt: Annotated[
-        str | None,
-        typer.Option(help="Tokens of a prompt; several, with commas, are equally likely.", rich_help_panel=INFERENCE),
+        str | None, _of_inference(help="Tokens of a prompt; several, with commas, are equally likely.")
     ] = None,
-    tpot: Annotated[
-        str | None, typer.Option(help="The longest time per output token, such as 20ms.", rich_help_panel=INFERENCE)
-    ] = None,
-    top: Annotated[int, typer.Option(help="Number of rows in the table.", min=1, rich_help_panel=OUTPUT)] = 15,
+    tpot: Annotated[str | None, _of_inference(help="The longest time per output token, such as 20ms.")] = None,
+    top: Annotated[int, _of_output(help="Number of rows in the table.", min=1)] = 15,
     as_json: Json = False,
 ) -> None:
     """Rank every grid of data x X x Y x Z for a model on a cluster by predicted time, with memory and reasons.

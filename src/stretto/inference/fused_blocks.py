@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_block
 from stretto.ops import matmul_all_reduce_norm
+from stretto.ops.invariant.kernels import is_for_streaming, multiply_leaves
 from stretto.ops.moe import gated_activation
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
@@ -119,6 +120,7 @@ class JoinedWeights:
 
     def __init__(self, linears: Sequence[ParallelLinear]) -> None:
         self.linears = list(linears)
+        self._is_invariant = linears[0].plan.is_invariant
         parts = [local(linear.weight) for linear in self.linears]
         self._sizes = [len(part) for part in parts]
         self._weight = torch.cat([part.detach() for part in parts])
@@ -136,7 +138,10 @@ class JoinedWeights:
 
     def multiply(self, x: Tensor) -> Tensor:
         """All of them, one after another in the last dim."""
-        return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
+        rows = x.flatten(0, -2)
+        if self._is_invariant or not is_for_streaming(rows, self._weight):
+            return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
+        return multiply_leaves(rows, self._weight, self._bias, 1, x.dtype).view(*x.shape[:-1], -1)
 
     def _forward_of(self, number: int) -> Any:
         def forward(x: Tensor) -> Tensor:

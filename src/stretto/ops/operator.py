@@ -94,7 +94,7 @@ def define_operator(
     compute_new.__signature__ = signature.replace(parameters=inputs_of_schema)  # type: ignore[attr-defined]
     definition = torch.library.custom_op(f"stretto::{name}", compute_new, mutates_args=())
     _definitions[name] = definition
-    definition.register_fake(_give_named(fake, inputs_of_schema))
+    register_fake(definition, fake)
     operator = getattr(torch.ops.stretto, name)
     register_flop_formula(operator)(_give_named(count_flops, inputs_of_schema))
     function = None
@@ -124,6 +124,12 @@ def define_operator(
         return compute(*inputs)
 
     return call  # type: ignore[return-value]  # it takes what run takes
+
+
+def register_fake(definition: torch.library.CustomOpDef, fake: Callable[..., Any]) -> None:
+    """Register the fake implementation of a torch.library operator. It takes those arguments that it names."""
+    parameters = inspect.signature(definition._init_fn).parameters
+    definition.register_fake(_give_named(fake, list(parameters.values())))
 
 
 def _give_named(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:

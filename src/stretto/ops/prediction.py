@@ -119,18 +119,18 @@ def predict_kernel(
     return product + constants.programs + sent / speeds.link
 
 
-def count_pieces(call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks, constants: Constants = FITTED) -> int:
+def count_pieces(call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks) -> int:
     """The fewest pieces, a power of two, in which copy engines transfer a shard, or an owner's sums, without loss.
 
     Where a shard arrives sooner than the shard before it is multiplied, pieces gain nothing. Where links are slower,
     what is left after the last transfer is one piece's product, but each piece delays the transfers by its signal.
     Sums are pushed as they are computed, and own ones are added up piece by piece, the last one under the last wave.
     """
-    rate, others = _find_rate(call, speeds, constants), call.world - 1
+    rate, others = _find_rate(call, speeds, FITTED), call.world - 1
     product, part = 2 * call.m * call.n * call.k / rate, _count_whole(call) / call.world
     shard, sent = product / call.world, _LATE * part / speeds.link
     wave = 2 * blocks.m * blocks.n * call.k * max(blocks.programs, processors) / rate
-    sums = (call.world + 1) * part / (constants.memory * speeds.memory)
+    sums = (call.world + 1) * part / (FITTED.memory * speeds.memory)
 
     def take(pieces: int) -> float:
         transfers = shard / pieces + others * (sent + pieces * _SIGNAL)

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory import group_timeout
+from stretto.memory.shared_groups import SharedGroups
 from stretto.parallel.comm.collectives import Pending, all_to_all, start_all_to_all
 from stretto.recommendation.placement import TablePlacement
 from stretto.recommendation.pooled_exchange import TableLookups, exchange_parts
@@ -185,6 +188,19 @@ class IndexExchange:
         if placement.replicated:
             replicated = select_tables(self._indices, lengths, ends, placement.replicated, self._weights)
         return replace(found, weights=weights, counts=tuple(map(tuple, counts)), sizes=sizes, replicated=replicated)
+
+
+def find_host_group(
+    device: torch.device, group: dist.ProcessGroup, partition: Sequence[list[int]] | None = None
+) -> dist.ProcessGroup | None:
+    """A group of the same ranks for an exchange's numbers; None where `group` reaches the host, or is of one rank.
+
+    partition: of all ranks into such groups (None: only the group's own make it). Collective.
+    """
+    if device.type != "cuda" or group.size() == 1:
+        return None
+    parts, limit = partition or [dist.get_process_group_ranks(group)], timedelta(seconds=group_timeout(group))
+    return SharedGroups().get(parts, "table indices", backend="gloo", timeout=limit)
 
 
 @cache

@@ -7,7 +7,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -16,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.memory import group_timeout
-from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP
-from stretto.recommendation.index_exchange import IndexExchange, side_stream
+from stretto.recommendation.index_exchange import IndexExchange, find_host_group, side_stream
 from stretto.recommendation.jagged import FeatureBags, select_features
 from stretto.recommendation.placement import ShardingKind, TablePlacement, TableShard, TableSize
 from stretto.recommendation.pooled_exchange import (
@@ -172,10 +169,7 @@ class TableExchange:
         self._owners, self._kinds, self._device = owners, kinds, device
         self._optimizers: list[TableOptimizer] = []  # of the groups
         self.ahead: list[tuple[Any, FeatureBags, IndexExchange]] = []  # what was sent ahead, with its features
-        self._host_group: dist.ProcessGroup | None = None
-        if device.type == "cuda" and group.size() > 1:
-            members, limit = dist.get_process_group_ranks(group), timedelta(seconds=group_timeout(group))
-            self._host_group = SharedGroups().get([members], "table indices", backend="gloo", timeout=limit)
+        self._host_group = find_host_group(device, group)
 
     def fuse_update(
         self, kind: RowOptimizer, weights: Mapping[int, nn.Parameter], lr_factors: Mapping[str, float], **options: Any

@@ -3,7 +3,6 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 from weakref import ref
 
@@ -13,14 +12,13 @@ from torch import Tensor, nn
 
 from stretto.collectives.two_level import exchange_hosts, name_nodes
 from stretto.memory import group_timeout
-from stretto.memory.shared_groups import SharedGroups
 from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP, Pending, start_all_reduce
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
-from stretto.recommendation.index_exchange import exchange_indices
+from stretto.recommendation.index_exchange import exchange_indices, find_host_group
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
 from stretto.recommendation.pooled_exchange import Implementation, TableLookups, choose_operators, pool_and_exchange
 from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
@@ -71,12 +69,7 @@ class ShardedTables(nn.ModuleDict):
             self.register_state_dict_pre_hook(_refuse_state_dict)
             self.register_load_state_dict_pre_hook(_refuse_state_dict)
         self._columns = None if placement.is_whole else ShardColumns.of(placement, device)
-        needs_host = device.type == "cuda" and group.size() > 1
-        self._host_group: dist.ProcessGroup | None = None
-        if needs_host:
-            parts = [dist.get_process_group_ranks(group)] if replicas is None else replicas.partition
-            limit = timedelta(seconds=group_timeout(group))
-            self._host_group = SharedGroups().get(parts, "table indices", backend="gloo", timeout=limit)
+        self._host_group = find_host_group(device, group, None if replicas is None else replicas.partition)
         self.caches: CachedTables | None = None
         if any(placement.cached) or any(size.growth for size in placement.tables):
             agreeing = (self._host_group or group) if any(placement.cached) else NO_GROUP  # only caches refuse

@@ -222,7 +222,6 @@ class PrunedParameters:
     ) -> None:
         _check_masks(parameters, masks, grid)
         self._shares: dict[str, PrunedWeight] = {}
-        self._own: dict[str, SparseIndex] = {}
         self.indices: list[SparseIndex] = []  # of what the store has
         for name, parameter in parameters.items():
             shard, mask = local_shard(parameter), masks.masks.get(name)
@@ -234,7 +233,6 @@ class PrunedParameters:
                 else:
                     share = self._shares[name] = _share(shard, mask, weight, kind, dtype)
                     index = FullIndex(share.count)
-                self._own[name] = index
             self.indices.append(index)
         self._names = {name: number for number, name in enumerate(parameters)}
 
@@ -271,10 +269,7 @@ class PrunedParameters:
 
     def expand(self, name: str, left: Tensor, shape: torch.Size) -> Tensor:
         """The reverse of `compress`: a tensor of the shard's shape, with zeros. Collective for one that z shards."""
-        if (share := self._shares.get(name)) is not None:
-            return share.expand_rows(share.to_rows(left.flatten()), shape)
-        index = self.indices[self._names[name]]
-        return index.fill(left.flatten(), left.new_empty(index.size)).view(shape)
+        return self.expand_later(name, lambda: left, shape, left.device)()
 
     def expand_later(
         self, name: str, read: Callable[[], Tensor], shape: torch.Size, device: torch.device
@@ -283,9 +278,15 @@ class PrunedParameters:
         if (share := self._shares.get(name)) is not None:
             rows = share.to_rows(read().flatten().to(device))
             return lambda: share.expand_rows(rows, shape)
-        if isinstance(self.indices[self._names[name]], FullIndex):
-            return lambda: read().view(shape)
-        return lambda: self.expand(name, read().to(device), shape)
+        index = self.indices[self._names[name]]
+
+        def expand() -> Tensor:
+            left = read().flatten()
+            if not isinstance(index, FullIndex):
+                left = index.fill(left.to(device), left.new_empty(index.size, device=device))
+            return left.view(shape)
+
+        return expand
 
     def write_rows(self, name: str, shard: Tensor) -> None:
         """Write the rows of a parameter that z shards as its shares have them. Collective for such a one."""

@@ -210,26 +210,3 @@ def test_names_of_tables_are_of_one_table_each(interpret):
         ["state_rank0_0", "tables.rank0_0"],
         ["state_rank1_0", "state_rank1_1", "tables.rank1_0", "tables.rank1_1"],
     ]
-
-
-def load_places():
-    """A state dict from before tables had names, with and without the versions that torch puts beside the values."""
-    layer = nn.Sequential(ops.EmbeddingAllToAll([(1, 4), (1, 4)], names=["1", "x"], optimizer="adagrad"))
-    old = layer.state_dict()
-    for name in ("1", "x"):
-        del old[f"0.tables.{name}"], old[f"0.state_{name}"]
-    for place in range(2):
-        old[f"0.tables.{place}"], old[f"0.state_{place}"] = (
-            torch.full((1, 4), float(place)),
-            torch.full((1,), place + 7.0),
-        )
-    old._metadata["0"]["version"] = 1
-    layer.load_state_dict(old)
-    found = [[table[0, 0].item() for table in layer[0].tables], [state.item() for state in layer[0].states]]
-    layer = nn.Sequential(ops.EmbeddingAllToAll([(1, 4), (1, 4)], names=["y", "x"], optimizer="adagrad"))
-    layer.load_state_dict(dict(old))
-    return [*found, [table[0, 0].item() for table in layer[0].tables]]
-
-
-def test_a_state_dict_of_places_is_loaded_by_places(interpret):
-    assert interpret(1, load_places) == [[[0.0, 1.0], [7.0, 8.0], [0.0, 1.0]]]

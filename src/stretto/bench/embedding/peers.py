@@ -133,8 +133,7 @@ class Chunked:
     """The batched kernel over some tables at a time; each part's all-to-all overlaps the next part's look-up."""
 
     def __init__(self, batch: LookupBatch, chunks: int) -> None:
-        placement, device = batch.placement, batch.offsets.device
-        self._placement = placement
+        self._placement = placement = batch.placement
         count = len(batch.tables)
         if any(dims != placement.dims[0] for dims in placement.dims):
             raise ValueError("tables are looked up in chunks where all ranks have the same dims")
@@ -146,7 +145,6 @@ class Chunked:
             part = LookupBatch(replace(placement, dims=dims), batch.tables[first:last], batch.indices, offsets)
             self._batched.append(Batched(part))
             self._parts.append(part)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def forward(self) -> Tensor:
         """[global batch / world, width]."""

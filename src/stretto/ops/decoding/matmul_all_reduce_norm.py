@@ -11,8 +11,8 @@ from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
-from stretto.ops.gemm import GroupProduct, takes_tma
-from stretto.ops.invariant.kernels import multiply_and_sum, multiply_in_parts
+from stretto.ops.gemm import GroupProduct
+from stretto.ops.invariant.kernels import is_for_streaming, multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
 from stretto.ops.operator import (
@@ -25,7 +25,6 @@ from stretto.ops.operator import (
     require_agreement,
     require_operands,
 )
-from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
@@ -130,7 +129,7 @@ def _run(
         require_operands("matmul_all_reduce_norm", x, weight, bias)
         return multiply_sum_norm(x, weight, operands, described, group, implementation)
 
-    if implementation == "auto" and _streams(x, weight, find_group(group).size()):
+    if implementation == "auto" and _adds_parts(x, weight, find_group(group).size()):
         require_operands("matmul_all_reduce_norm", x, weight, bias)
         return add_norm(multiply_in_parts(x, weight, LEAVES), operands, described)
 
@@ -144,14 +143,12 @@ def _run(
     return compute(config)
 
 
-def _streams(x: Tensor, weight: Tensor, world: int) -> bool:
-    """True if a rank's product of few rows takes Stretto's kernel, whose parts the norm's kernel adds up.
+def _adds_parts(x: Tensor, weight: Tensor, world: int) -> bool:
+    """True if a rank's product takes the kernel of few rows, whose parts the norm's kernel adds up.
 
-    Libraries add up the parts of k by a kernel of its own. From Hopper on, where TMA loads the weight.
+    Libraries add up the parts of k by a kernel of its own.
     """
-    (m, k), n = x.shape, weight.shape[0]
-    is_few = world == 1 and x.is_cuda and x.element_size() == 2 and 0 < m <= FEW_ROWS and n <= MAX_COLUMNS
-    return is_few and k % (LEAVES * 128) == 0 and takes_tma(x) and takes_tma(weight)
+    return world == 1 and weight.shape[0] <= MAX_COLUMNS and is_for_streaming(x, weight, LEAVES)
 
 
 def _compute(

@@ -86,7 +86,6 @@ class EmbeddingAllToAll(nn.Module):
     create its module within the group's timeout.
     """
 
-    _version = 2  # of state dicts; 1 had the tables' places in keys, not their names
     settings: Tensor
     clock: Tensor | None
 
@@ -210,22 +209,6 @@ class EmbeddingAllToAll(nn.Module):
                 raise ValueError(f"a table's name is a string without a dot, and not empty; not {name!r}")
             if hasattr(taken, name) or hasattr(self, f"state_{name}") or hasattr(self, f"second_{name}"):
                 raise ValueError(f"no table can be named {name!r}, since a module has an attribute of that name")
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *arguments: Any
-    ) -> None:
-        """Load as `nn.Module` does; also state dicts from before tables had names, by the tables' places."""
-        renamed = {}
-        for place, name in enumerate(self.tables.names):
-            for kind in ("tables.", "state_"):
-                old, new = f"{prefix}{kind}{place}", f"{prefix}{kind}{name}"
-                if old in state_dict and (local_metadata.get("version") == 1 or new not in state_dict):
-                    renamed[new] = old
-        values = {new: state_dict[old] for new, old in renamed.items()}
-        for old in renamed.values():
-            del state_dict[old]
-        state_dict.update(values)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
 
     def extra_repr(self) -> str:
         """Return the mode and the optimizer."""

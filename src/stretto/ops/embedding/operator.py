@@ -30,7 +30,7 @@ from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
 from stretto.ops.joint.registry import name_schedule
-from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced
+from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced, register_fake
 
 
 def embedding_all_to_all(
@@ -177,25 +177,7 @@ def _embedding_all_to_all(
     )  # fmt: skip
 
 
-@_embedding_all_to_all.register_fake
-def _(
-    indices: Tensor,
-    offsets: Tensor,
-    tables: Sequence[Tensor],
-    weights: Tensor | None,
-    anchor: Tensor | None,
-    mode: str,
-    batch: int,
-    width: int,
-    dtype: torch.dtype,
-    checks: bool,
-    sparse: bool,
-    needs_grad: bool,
-    name: str,
-    group: str,
-    schedule: str,
-) -> Tensor:
-    """Fake implementation: an output of the right shape."""
+def _fake(offsets: Tensor, batch: int, width: int, dtype: torch.dtype, group: str) -> Tensor:
     return offsets.new_empty(batch // find_group(group).size(), width, dtype=dtype)
 
 
@@ -221,20 +203,7 @@ def _embedding_all_to_all_gradients(
     return find_gradients(grad, lookups, placement, group, sparse=False) or [_empty_anchor_gradient(grad)]
 
 
-@_embedding_all_to_all_gradients.register_fake
-def _(
-    grad: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    mode: str,
-    batch: int,
-    rows: Sequence[int],
-    dims: Sequence[int],
-    name: str,
-    group: str,
-) -> list[Tensor]:
-    """Fake implementation: gradients of the right shapes."""
+def _fake_gradients(grad: Tensor, rows: Sequence[int], dims: Sequence[int]) -> list[Tensor]:
     return [grad.new_empty(shape) for shape in zip(rows, dims, strict=True)] or [_empty_anchor_gradient(grad)]
 
 
@@ -268,6 +237,8 @@ def _call_gradients(grad: Tensor, lookups: LookupInput, batch: int, name: str, g
     return torch.ops.stretto.embedding_all_to_all_gradients(grad, *lookups[:4], batch, *lookups[4:], name, group)
 
 
+register_fake(_embedding_all_to_all, _fake)
+register_fake(_embedding_all_to_all_gradients, _fake_gradients)
 _embedding_all_to_all.register_autograd(_differentiate, setup_context=_save)
 
 

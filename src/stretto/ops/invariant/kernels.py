@@ -28,6 +28,7 @@ from stretto.ops.gemm import (
     load_bias,
     order_tiles,
     specialization_key,
+    takes_tma,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_workspace
 from stretto.ops.prediction import FEW_ROWS
@@ -136,6 +137,15 @@ def pad_leaves(x: Tensor, weight: Tensor, leaves: int) -> tuple[Tensor, Tensor]:
         return x, weight
     padded = [functional.pad(one.unflatten(1, (leaves, -1)), (0, missing)).flatten(1) for one in (x, weight)]
     return padded[0], padded[1]
+
+
+def is_for_streaming(x: Tensor, weight: Tensor, leaves: int = 1) -> bool:
+    """True if a product of few rows takes as long as its weight takes to stream, which this kernel does fastest.
+
+    Of 16-bit dtypes, from Hopper on, where TMA loads the weight.
+    """
+    (m, k), is_half = x.shape, x.is_cuda and x.element_size() == 2 and x.dtype == weight.dtype
+    return is_half and 0 < m <= FEW_ROWS and k % (leaves * 128) == 0 and takes_tma(x) and takes_tma(weight)
 
 
 def multiply_leaves(

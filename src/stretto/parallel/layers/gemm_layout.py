@@ -93,13 +93,10 @@ class MatmulTuner:
     All ranks take the same layout: the one whose slowest rank is the fastest. Times are kept on disk by machine.
     """
 
-    def __init__(
-        self, is_on: bool, device: torch.device, world: dist.ProcessGroup, store: TuningStore | None = None
-    ) -> None:
+    def __init__(self, is_on: bool, device: torch.device, world: dist.ProcessGroup) -> None:
         self.is_on = is_on
         self.device = device
         self.world = world
-        self.store = store
         self._seen: dict[tuple[int, str], Product] | None = {} if is_on else None
         self._chosen: dict[tuple[int, str], tuple[Product, GemmLayout]] = {}
 
@@ -131,7 +128,7 @@ class MatmulTuner:
         if self._seen is None or not self._seen:
             return
         seen, self._seen = self._seen, None
-        store = self.store or TuningStore()
+        store = TuningStore()
         machine = machine_key(self.device)
         known = store.read(machine)
         fresh: dict[str, Sequence[float]] = {}

@@ -90,7 +90,7 @@ class SharedMemoryTransport(MessageTransport):
             raise
         self._moving = threading.Lock()
         self._outgoing = {
-            peer: _Outgoing(self._cut(self._memory.buffer(peer), peer, self.rank, slot_bytes)) for peer in self._peers()
+            peer: Outgoing(self._cut(self._memory.buffer(peer), peer, self.rank, slot_bytes)) for peer in self._peers()
         }
         self._incoming = {
             peer: _Incoming(self._cut(self._memory.buffer(), self.rank, peer, slot_bytes)) for peer in self._peers()
@@ -184,7 +184,7 @@ class SharedMemoryTransport(MessageTransport):
         """A message's last slice has been copied."""
         finished.received.append((peer, message, None))
 
-    def _push(self, peer: int, outgoing: "_Outgoing", finished: "Finished") -> bool:
+    def _push(self, peer: int, outgoing: "Outgoing", finished: "Finished") -> bool:
         """Fill the free slots of a peer's ring."""
         moved = False
         while outgoing.messages and self._memory.has_reached(peer, _FREED, outgoing.filled + 1 - self._slots):
@@ -337,7 +337,7 @@ def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @dataclass
-class _Outgoing:
+class Outgoing:
     """Messages under way to a peer. filled: slots so far; messages: the first of them is being copied."""
 
     ring: list[Tensor]

@@ -30,11 +30,7 @@ from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_S
 from stretto.memory import SymmetricMemory, allocate, group_timeout
 from stretto.memory.copy_engine import ChannelStreams
 from stretto.parallel.pipeline.message_format import MAX_BYTES_OF_HEADER, MessageHeader, TensorLayout
-from stretto.parallel.pipeline.shared_memory_transport import (
-    Finished,
-    SharedMemoryTransport,
-    SlicedMessage,
-)
+from stretto.parallel.pipeline.shared_memory_transport import Finished, Outgoing, SharedMemoryTransport, SlicedMessage
 
 _ALIGNMENT = 128
 _DATA_FILLED, _DATA_FREED = 3, 4
@@ -66,7 +62,6 @@ class SymmetricMemoryTransport(SharedMemoryTransport):
         if data_slot_bytes < _ALIGNMENT or data_slot_bytes % _ALIGNMENT:
             raise ValueError(f"a slot on a GPU has a multiple of {_ALIGNMENT} bytes, not {data_slot_bytes}")
         super().__init__(group, device, slot_bytes=MAX_BYTES_OF_HEADER, slots=slots)
-        self._data_slot_bytes = data_slot_bytes
         self._copies = self._make_copies()
         try:
             self._data = self._allocate_data(data_slot_bytes * slots * (self.size - 1))
@@ -195,12 +190,9 @@ class SymmetricMemoryTransport(SharedMemoryTransport):
 
 
 @dataclass
-class _DataOutgoing:
+class _DataOutgoing(Outgoing):
     """Copies under way to a peer's GPU. copying: slices, with the events of their ends."""
 
-    ring: list[Tensor]
-    filled: int = 0
-    messages: deque[SlicedMessage] = field(default_factory=deque)
     copying: deque[tuple[Any, SlicedMessage]] = field(default_factory=deque)
 
 

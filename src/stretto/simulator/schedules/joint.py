@@ -44,13 +44,13 @@ class ProductCosts:
             raise ValueError(f"movers = {self.movers}: must be a part of the GPU, at least 0 and less than 1")
 
     @classmethod
-    def of_gpu(cls, gpu: GPU, columns: int, depth: int, *, itemsize: int = 2, movers: float = 0.0) -> "ProductCosts":
+    def of_gpu(cls, gpu: GPU, columns: int, depth: int) -> "ProductCosts":
         """The costs on a cluster's GPU, of 16 bits. ValueError where the cluster does not say its speeds."""
         flops = gpu.empirical_flops.bf16 or gpu.peak_flops.bf16
         memory = gpu.measured_memory_bandwidth or gpu.memory_bandwidth
         if flops is None or memory is None:
             raise ValueError(f"the cluster does not say the bf16 FLOP/s and the memory bandwidth of its {gpu.name}")
-        return cls(flops, memory, columns, depth, itemsize, movers)
+        return cls(flops, memory, columns, depth)
 
 
 class Interval(NamedTuple):

@@ -68,20 +68,15 @@ class _Weight:
 
 
 def export_safetensors(
-    checkpoint: Path,
-    file: Path,
-    *,
-    max_file_bytes: int | None = None,
-    dtype: str | None = None,
-    names: Mapping[str, str] | None = None,
+    checkpoint: Path, file: Path, *, max_file_bytes: int | None = None, dtype: str | None = None
 ) -> list[Path]:
     """Write a checkpoint's weights to `file`, and return the paths of all files written.
 
     Runs in one process and holds one tensor at a time. checkpoint: the folder of a checkpoint, or of a run whose newest
     one is taken. max_file_bytes: larger models are split over several files with an index, as Hugging Face's libraries
-    write it. dtype: "float64", "float32", "float16" or "bfloat16" (default: the checkpoint's). names: in the file, of
-    weights whose names are to be others. Tied weights are written once. What is read is checked: of a run, a damaged
-    checkpoint is passed over with a warning. Raises ValueError for one that is incomplete, or named and damaged.
+    write it. dtype: "float64", "float32", "float16" or "bfloat16" (default: the checkpoint's). Tied weights are
+    written once. What is read is checked: of a run, a damaged checkpoint is passed over with a warning. Raises
+    ValueError for one that is incomplete, or named and damaged.
     """
     if file.suffix != ".safetensors":
         raise ValueError(f"{file} does not end in .safetensors; {file.with_suffix('.safetensors')} would do")
@@ -89,8 +84,7 @@ def export_safetensors(
         raise ValueError(f"dtype is {dtype!r}, but must be one of {', '.join(_SAFETENSORS_DTYPES)}")
 
     def write(path: Path) -> list[Path]:
-        own = _weights_of(read_index(path).tensors, dtype)
-        return _write_files(path, file, {(names or {}).get(name, name): own[name] for name in own}, max_file_bytes)
+        return _write_files(path, file, _weights_of(read_index(path).tensors, dtype), max_file_bytes)
 
     return _export_newest(checkpoint, write)
 
