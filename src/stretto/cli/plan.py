@@ -76,8 +76,7 @@ def plan(
     sparsity: Annotated[
         float | None,
         _in_step(
-            help="As train.sparsity: part of linears' weights that is pruned; state is on the device unless "
-            "--optimizer-state says otherwise."
+            help="As train.sparsity: part of weights that is pruned; state is on the device, or by --optimizer-state."
         ),
     ] = None,
     clip: Annotated[bool | None, _in_step(help="Whether gradients are clipped.")] = None,
@@ -96,9 +95,7 @@ def plan(
         str | None,
         _in_step(help=f"As train.reshard: {option_help('reshard')} (default: after_backward or after_forward)."),
     ] = None,
-    shard_sequence: Annotated[
-        bool | None, _in_step(help="As train.shard_sequence, where x > 1 (default: searched).")
-    ] = None,
+    shard_sequence: Annotated[bool | None, _in_step(help="As train.shard_sequence (default: searched).")] = None,
     two_level: Annotated[
         str | None,
         _in_step(
