@@ -14,6 +14,7 @@ from stretto.execution import ExecutionOptions
 from stretto.planner import plan, predict, read_architecture
 from stretto.planner.communication import bandwidths, keys_numbers
 from stretto.planner.compute import BACKWARD_ATTENTION, Device, block_seconds
+from stretto.planner.grid_plan import ChosenWay
 from stretto.planner.memory import exchanged_keys
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.training import simulate_step
@@ -85,6 +86,8 @@ def test_a_plan_takes_the_way_that_attention_will_choose_and_says_why():
     long = predict(MODEL, H100, grid={"context": 4}, batch=1, seq_len=1 << 21)
     assert long.attention_way == "ring"
     assert "gathered keys would take more than 4 GiB a layer" in long.why
+    equal = ChosenWay("ring", {"ring": 0.3, "ulysses": 0.1 + 0.2})
+    assert "(+0 ms a step if it exchanges heads" in equal.explain()
 
 
 def test_a_plan_of_a_pipeline_says_the_way_of_attention():

@@ -57,10 +57,15 @@ def test_the_hosts_time_is_its_steps_without_its_waits_for_the_gpu() -> None:
         event("user_annotation", f"stretto step {number}", start, start + 40) for number, start in ((4, 0), (5, 50))
     ]
     waits = [event("cuda_runtime", "cudaStreamSynchronize", 30, 40), event("cuda_runtime", "cudaLaunchKernel", 50, 90)]
-    timeline = read_timeline(gpu_trace(product(0, 100), *steps, *waits, steps=((0, 50), (50, 100))))
+    trace = gpu_trace(product(0, 100), *steps, *waits, steps=((0, 50), (50, 100)))
+    timeline = read_timeline(trace)
     assert timeline.host == timeline.summary()["host"] == pytest.approx(35e-3)
     assert read_timeline(cpu_trace()).host is None
     assert "launching it took the host 35.0 ms" in tracing._describe(timeline)
+    assert "host_per_layer" not in timeline.summary()
+    of_layers = read_timeline({**trace, "stretto": {**trace["stretto"], "layers": 10}})
+    assert of_layers.summary()["host_per_layer"] == pytest.approx(3.5e-3)
+    assert "launching it took the host 35.0 ms, 3.50 ms a layer" in tracing._describe(of_layers)
 
 
 def test_waits_of_a_pipeline_are_bubbles_and_messages() -> None:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -291,6 +291,14 @@ def show(
         ),
     ] = None,
     cluster: MaybeClusterName = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --operator: a trace of torch.profiler, whose last call marked by record_function with the "
+            "operator's name is laid beside; one a rank.",
+        ),
+    ] = None,
 ) -> None:
     """Draw a schedule: ranks and thread blocks as rows, steps as boxes, messages as arrows.
 
@@ -317,10 +325,10 @@ def show(
             if only is not None:
                 raise ValueError("--only is for a schedule's steps: leave it out with --operator")
             sizes, cluster = sizes or "8192x12288x12288", cluster or "dgx-h200"
-            _show_in_operator(schedule, operator, sizes, cluster, picture)
+            _show_in_operator(schedule, operator, sizes, cluster, picture, trace or ())
             return
-        if sizes is not None or cluster is not None:
-            raise ValueError("--sizes and --cluster are of --operator: name one, as all_gather_matmul")
+        if sizes is not None or cluster is not None or trace:
+            raise ValueError("--sizes, --cluster and --trace are of --operator: name one, as all_gather_matmul")
         layout = lay_out(schedule, picture, shown)
         require_drawing()
 
@@ -330,13 +338,15 @@ def show(
         print(picture)
 
 
-def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: str, picture: Path) -> None:
-    """Simulate the schedule inside an operator, print its time, and draw its tiles and moves."""
+def _show_in_operator(
+    schedule: "Schedule", operator: str, sizes: str, cluster: str, picture: Path, traces: Sequence[Path]
+) -> None:
+    """Simulate the schedule inside an operator, print its time, and draw its tiles and moves beside traced calls."""
     from stretto.cluster import Cluster
     from stretto.collectives.joint import is_gather, join, require_collective, require_operator, verify_joint
     from stretto.collectives.joint.schedule import COLLECTIVES, ROUTED
     from stretto.collectives.verifier import verify
-    from stretto.report.joint import plot_joint  # imports matplotlib
+    from stretto.report.joint import plot_joint, read_call  # imports matplotlib
     from stretto.simulator.network import of_cluster
     from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
 
@@ -345,6 +355,7 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
         others = ", ".join(one for one in COLLECTIVES if one not in ROUTED)
         raise ValueError(f"{operator}'s messages have sizes that a call gives, and are not shown: {others} will do")
     m, n, k = _read_sizes(sizes)
+    traced = [read_call(trace, operator) for trace in traces]
     ranks = schedule.collective.ranks
     require_collective(operator, schedule, ranks)
     if operator != "matmul_all_reduce" and m % ranks:
@@ -358,8 +369,10 @@ def _show_in_operator(schedule: "Schedule", operator: str, sizes: str, cluster: 
     machine = Cluster.find(cluster)
     time = simulate_joint(joint, of_cluster(machine, ranks), ProductCosts.of_gpu(machine.gpu, n, k))
     title = f"{shown_name(schedule.name)} in {operator}, {m} x {n} x {k}, {ranks} ranks of {machine.name}"
-    plot_joint(time, title, picture)
+    plot_joint(time, title, picture, traced)
     print(f"{title}: {1e6 * time.seconds:,.0f} us, {1e6 * time.exposed:,.0f} beyond the product ({time.fidelity})")
+    for call in traced:
+        print(f"rank {call.rank}, traced: {1e6 * call.seconds:,.0f} us")
     print(picture)
 
 

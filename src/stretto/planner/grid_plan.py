@@ -151,7 +151,7 @@ class ChosenWay:
     def explain(self) -> str:
         """Say which it is, and why."""
         reasons = [
-            f"{1e3 * (seconds - self.seconds[self.way]):+.3g} ms a step if it {NAMES[way]}"
+            f"{round(1e3 * (seconds - self.seconds[self.way]), 3):+.3g} ms a step if it {NAMES[way]}"
             for way, seconds in self.seconds.items()
             if way != self.way
         ]

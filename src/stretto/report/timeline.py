@@ -71,7 +71,9 @@ def plot_timeline(timeline: Timeline, file: Path, *, origin: str = "") -> None:
             else "Exposed: no computation runs meanwhile. Empty in all rows: nothing runs."
         )
         if timeline.host is not None:
-            picture.caption += f" Launching a step takes the host {_ms(timeline.host)} ms."
+            picture.caption += f" Launching a step takes the host {_ms(timeline.host)} ms"
+            layer = timeline.host_per_layer
+            picture.caption += "." if layer is None else f", {layer * MILLISECONDS:.2f} ms a layer."
 
 
 def _draw(axes: Axes, intervals: Intervals, place: int, kind: str, unlabelled: list[str]) -> None:

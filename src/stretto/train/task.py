@@ -97,6 +97,10 @@ class TrainTask(ABC):
         """Predict step time, exposed communication and peak memory with the planner, if the run names a cluster."""
         return None
 
+    def count_layers(self) -> int:
+        """The model's layers on this rank; 0 for a model without layers of one kind."""
+        return 0
+
     def layout(self) -> str | None:
         """Describe the placement of the model on the ranks for the log, where the grid does not determine it."""
         return None

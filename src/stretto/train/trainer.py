@@ -181,7 +181,9 @@ def _train_on(grid: Grid, config: JobConfig, display: Display) -> None:
         if predicted is not None:
             reporter.print_message(_describe_prediction(predicted))
         traced = steps_to_trace(start, config.train.steps) if config.train.trace else range(0)
-        tracer = stack.enter_context(StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter))
+        tracer = stack.enter_context(
+            StepTracer(config.out / TRACE_FILE, grid, traced, recorder, reporter, task.count_layers())
+        )
         _measure_waits(grid, is_captured=getattr(config.train, "cuda_graph", False))
         try:
             bytes_sent = _train_steps(task, start, stop, saver, recorder, reporter, tracer, replicas)

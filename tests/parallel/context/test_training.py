@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with sequences cut over context is training on one rank: losses, gradient norms and weights."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from math import prod
@@ -121,10 +122,9 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
                 ({"context": 2, "x": 2}, {}, LARGE),
                 ({"context": 4}, {}, LARGE),
                 ({"context": 2, "x": 2, "data": 2, "expert": 4, "expert_tensor": "fold"}, {}, LARGE),
-                ({"context": 2, "x": 2, "z": 2, "expert": 2}, {"shard_sequence": True}, LARGE),
-                ({"context": 2, "data": 2, "z": 2, "expert": 4}, {"recompute": "communication"}, LARGE),
             )
         ),
+        *(pytest.param(run, marks=LARGE) for run in experts.every_run_of_context(8)),
     ],
     ids=str,
 )
@@ -689,6 +689,23 @@ def test_states_and_ends_of_parts_are_what_linear_attention_sends(ranks, family,
         assert "sequences of 4 tokens are too short for context=2" in short
         assert "6 would do" in short
         assert 'layout="contiguous" would do' in layout
+
+
+def messages_of_layouts() -> list[str]:
+    """What is logged of models with linear and other attention, with linear attention alone, and without any."""
+    handler, found, grid = logging.Handler(), [], Grid(context=2)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stretto.parallel.context").addHandler(handler)
+    for family in ("qwen3_next", "mamba2", "llama"):
+        parallelize(FAMILIES[family](), grid)
+    logging.getLogger("stretto.parallel.context").removeHandler(handler)
+    return found
+
+
+def test_a_model_that_mixes_linear_and_other_attention_says_how_it_is_cut(ranks):
+    (message,), nothing = ranks(2).run(messages_of_layouts)
+    assert "Qwen3NextForCausalLM has layers of linear attention, so its sequences are cut into contiguous" in message
+    assert nothing == []
 
 
 @pytest.mark.parametrize(

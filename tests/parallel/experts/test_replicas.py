@@ -6,13 +6,16 @@ from contextlib import nullcontext
 from functools import partial
 from math import prod
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from stretto.models import GPT, GPTConfig
+from stretto.ops.moe.replicas import hold_replicas, send_replicas
 from stretto.optim import AdamW
 from stretto.parallel import Grid, balance_experts, no_sync, parallelize
+from stretto.parallel.experts import replicas as replicas_module
 from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layout import local
 from tests.parallel.experts.training import gpt
@@ -140,3 +143,33 @@ def test_loads_are_evened_out_from_the_second_call_on(ranks):
         assert nothing == ended == {}
         assert list(busiest) == ["blocks.0.mlp.experts", "blocks.1.mlp.experts"]
         assert all(1 <= load < 1.1 for load in busiest.values())
+
+
+def order_of_weights() -> list[str]:
+    """When replicas' weights begin to travel in a forward pass, when they must have come, and when layers attend."""
+    model = parallelize(GPT(gpt(balance="none")).double(), Grid(data=2, expert=2))
+    tokens, events = torch.zeros(2, 16, dtype=torch.int64), []
+    balance_experts(model)
+    model(tokens, tokens).backward()
+    balance_experts(model)
+    for number, block in enumerate(model.blocks):
+        block.attention.register_forward_pre_hook(lambda *_, number=number: events.append(f"attention {number}"))
+    with (
+        mock.patch.object(
+            replicas_module, "send_replicas", lambda *args: events.append("send") or send_replicas(*args)
+        ),
+        mock.patch.object(
+            replicas_module, "hold_replicas", lambda *args: events.append("hold") or hold_replicas(*args)
+        ),
+    ):
+        model(tokens, tokens)
+        down = model.blocks[1].mlp.experts.down_proj
+        model.blocks[1].attention.register_forward_pre_hook(lambda *_: down.data.mul_(2).numel() and None)  # once sent
+        model(tokens, tokens)
+    return events
+
+
+def test_weights_travel_under_the_attention_before_their_experts(ranks):
+    first = ["attention 0", "send", "hold", "send", "send", "hold", "send", "attention 1", "hold", "hold"]
+    for events in ranks(2).run(order_of_weights):
+        assert events == [*first, *first[:-1], "send", "hold"]

@@ -165,3 +165,19 @@ def every_run(ranks: int) -> list[Run]:
                 case = cases[(len(runs) + len(runs) // 2) % 2]
                 runs.append(Run(sizes | grid, options, case))
     return [run for run in runs if run.grid["expert"] <= 8]
+
+
+def every_run_of_context(ranks: int) -> list[Run]:
+    """Every grid of so many ranks that cuts sequences, without y, with every expert that it holds; modes of
+    recomputation, and sharded sequences, are dealt out in turn."""
+    modes = ("none", "host", "communication", "full", "products")
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    runs: list[Run] = []
+    for pipe, context, data, x, z in product((1, 2), sizes[1:], sizes, sizes, sizes):
+        if pipe * context * data * x * z != ranks:
+            continue
+        for expert in (n for n in sizes if data * z % n == 0):
+            grid = {"pipe": pipe, "context": context, "data": data, "x": x, "z": z, "expert": expert}
+            options = {"recompute": modes[len(runs) % len(modes)], "shard_sequence": x > 1 and len(runs) % 2 == 0}
+            runs.append(Run(grid, options, "top-2" if pipe == 1 else "top-2 in micro-batches"))
+    return runs

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulated joint schedules against times by hand, and what the command prints of them."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,9 @@ from stretto.cli import app
 from stretto.cluster import Cluster
 from stretto.collectives.algorithms import find
 from stretto.collectives.joint import join, pull
+from stretto.report.joint import read_call
 from stretto.simulator.network import of_cluster, parse_topology
-from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
+from stretto.simulator.schedules.joint import Interval, ProductCosts, simulate_joint
 from stretto.simulator.schedules.simulate import PACKET_BYTES
 
 # A row takes 2 us to multiply. It has 50 bytes where it is gathered, and 80 in the product.
@@ -104,7 +106,46 @@ def test_the_command_draws_a_schedule_inside_an_operator(tmp_path):
         (["--operator", "all_gather_matmul", "--only", "0-1"], "leave it out"),
         (["--operator", "dispatch_grouped_matmul"], "sizes that a call gives"),
         (["--sizes", "8x8x8"], "are of --operator"),
+        (["--trace", str(picture)], "are of --operator"),
+        (["--operator", "all_gather_matmul", "--trace", str(picture)], "is no trace of torch.profiler"),
     ):
         done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", "--ranks", "4", *given])
         assert done.exit_code == 2
         assert words in done.output
+
+
+def write_trace(file, mark="all_gather_matmul"):
+    """A trace of rank 2: a call that is marked, another one, and one that is marked again, of 90 us."""
+
+    def event(category, name, start, duration, thread=1, **arguments):
+        return {"cat": category, "name": name, "ts": start, "dur": duration, "tid": thread, "args": arguments}
+
+    events = [event("user_annotation", mark, start, 10) for start in (0, 200)]
+    for correlation, (start, category, name, ran, took) in enumerate(
+        (
+            (1, "kernel", "joint_gemm", 20, 100),
+            (50, "kernel", "joint_gemm", 130, 100),
+            (201, "gpu_memcpy", "Memcpy PtoP", 260, 30),
+            (202, "kernel", "joint_gemm", 250, 90),
+        )
+    ):
+        events.append(event("cuda_driver", "cuLaunchKernelEx", start, 1, correlation=correlation))
+        events.append(event(category, name, ran, took, thread=7, correlation=correlation))
+    file.write_text(json.dumps({"traceEvents": [{"name": "process_name"}, *events], "distributedInfo": {"rank": 2}}))
+
+
+def test_a_call_of_a_gpu_is_laid_beside_the_simulated_one(tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "joint.svg"
+    write_trace(trace)
+    call = read_call(trace, "all_gather_matmul")
+    assert (call.rank, call.seconds) == (2, pytest.approx(90e-6))
+    assert call.kernels == (Interval(2, 0, 0.0, pytest.approx(90e-6)),)
+    assert call.copies == (Interval(2, 0, pytest.approx(10e-6), pytest.approx(40e-6)),)
+    options = ["--ranks", "4", "--operator", "all_gather_matmul", "--sizes", "1024x512x256", "-o", str(picture)]
+    done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", *options, "--trace", str(trace)])
+    assert done.exit_code == 0, done.output
+    assert "rank 2, traced: 90 us" in done.output
+    assert "rank 2, traced" in picture.read_text()
+    write_trace(trace, mark="something else")
+    with pytest.raises(ValueError, match=r"no kernels of a call that is marked all_gather_matmul: trace `with record"):
+        read_call(trace, "all_gather_matmul")

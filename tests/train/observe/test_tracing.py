@@ -49,6 +49,7 @@ def test_with_overlap_collectives_run_while_products_do_and_without_it_none_does
 ) -> None:
     grid = ["grid.x=2", "grid.z=2", "train.steps=3", "train.batch=32"]
     exposed = trace(ranks, tmp_path / "off", *grid, *OFF)
+    assert exposed.layers == 2
     for axis in ("x", "z"):
         assert under_products(exposed, axis) == []
     # A thread that gets no core in time sends nothing meanwhile, and a run has few collectives: hence several runs.

@@ -124,8 +124,24 @@ def replicate(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGr
     return result
 
 
-def hold_replicas(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Compute `replicate` without gradients, for layers that have a backward pass of their own."""
+def hold_replicas(
+    weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None, sent: Tensor | None = None
+) -> Tensor:
+    """Compute `replicate` without gradients, for layers that have a backward pass of their own.
+
+    sent: what `send_replicas` has returned for these arguments.
+    """
+    arrived = _wait(send_replicas(weight, placement, group) if sent is None else sent)
+    local = placement.local
+    held = weight.new_zeros(local + placement.spare, *weight.shape[1:])
+    held[:local] = weight
+    for place, found in zip(_order(placement, dist.get_rank(group)), arrived, strict=True):
+        held[local + place] = found
+    return held
+
+
+def send_replicas(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Begin to send what other ranks replicate; `hold_replicas` waits for what it returns. Errors: of `replicate`."""
     name, ranks, rank = find_name(group), dist.get_world_size(group), dist.get_rank(group)
     local = placement.local
     if weight.shape[:1] != (local,) or ranks != placement.ranks:
@@ -134,12 +150,7 @@ def hold_replicas(weight: Tensor, placement: ReplicaPlacement, group: dist.Proce
             f"{list(weight.shape)} on {ranks}"
         )
     plan = _Sends.of(placement, rank)
-    arrived = _exchange(_take(weight, plan.experts), plan.sends, plan.receives, name)
-    held = weight.new_zeros(local + placement.spare, *weight.shape[1:])
-    held[:local] = weight
-    for place, found in zip(_order(placement, rank), arrived, strict=True):
-        held[local + place] = found
-    return held
+    return _exchange(_take(weight, plan.experts), plan.sends, plan.receives, name)
 
 
 def return_gradients(grad: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -148,7 +159,7 @@ def return_gradients(grad: Tensor, placement: ReplicaPlacement, group: dist.Proc
     rank = dist.get_rank(group)
     plan = _Sends.of(placement, rank)
     places = [placement.local + place for place in _order(placement, rank)]
-    arrived = _exchange(_take(grad, places), plan.receives, plan.sends, find_name(group))
+    arrived = _wait(_exchange(_take(grad, places), plan.receives, plan.sends, find_name(group)))
     sums: dict[int, Tensor] = {}
     for expert, found in zip(plan.experts, arrived, strict=True):
         sums[expert] = sums.get(expert, grad[expert].to(sum_dtype(grad.dtype))) + found
@@ -200,6 +211,11 @@ def _take(rows: Tensor, numbers: list[int]) -> Tensor:
 
 
 def _exchange(rows: Tensor, sends: list[int], receives: list[int], group: str) -> Tensor:
-    """An all-to-all of whole experts: so many to each rank, and from each."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), receives, sends, group))
+    """Begin an all-to-all of whole experts: so many to each rank, and from each."""
+    found: Tensor = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receives, sends, group)
+    return found
+
+
+def _wait(sent: Tensor) -> Tensor:
+    found: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return found

@@ -7,6 +7,7 @@ Between embedding and loss all but attention sees this rank's tokens alone.
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +46,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
 
 T = TypeVar("T")
+_logger = logging.getLogger(__name__)
 _IDS = ("input_ids", "tokens", "inputs_embeds")
 _POSITIONS = ("position_ids", "positions")
 
@@ -78,6 +80,12 @@ class SequenceParts:
         has_states = self.is_pretrained and bool(linear_attentions_of(model))
         self.layout: Layout = "zigzag" if self.is_causal and not has_states else "contiguous"
         self._has_states = has_states
+        if has_states and of_transformers.attentions_of(model) and dist.get_rank() == 0:
+            _logger.warning(
+                "%s has layers of linear attention, so its sequences are cut into contiguous parts: in its other "
+                "attention the last rank of context has up to twice the mean work",
+                type(model).__name__,
+            )
         self._balances = self.is_pretrained or getattr(model, "takes_balanced_documents", False)
         self._least_length = self.group.size() * positions_before(model) if has_states else 1
         self._missing_packages = packages_for_documents(model) if has_states else []

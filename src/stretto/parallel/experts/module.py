@@ -160,7 +160,8 @@ class ParallelExperts(ShardedModule):
         if self._own_gate is None:
             self.act_fn: Callable[[Tensor], Tensor] = module.act_fn  # type: ignore[assignment]
         self.plan = plan
-        self.replicas = None if plan.group is None else ExpertReplicas(plan.group, plan.flow.gather_over)
+        weights = [(product.shard, parameters[name]) for name, product in products.items()]
+        self.replicas = None if plan.group is None else ExpertReplicas(plan.group, plan.flow.gather_over, weights)
         self.products = {name: replace(product, replicas=self.replicas) for name, product in products.items()}
         # Set by an engine: of steps with at most so many tokens on each rank, which travel by the low-latency exchange.
         self.few_tokens: int | None = None

@@ -72,7 +72,9 @@ class ExpertProduct:
     def gather(self, parameter: Tensor, placement: ReplicaPlacement | None, *, is_recorded: bool = False) -> Tensor:
         """The parameter of the experts here, and of the replicas that a placement has."""
         rows = self.shard.gather(parameter, is_recorded=is_recorded).rows
-        return rows if placement is None or self.replicas is None else self.replicas.hold(rows, placement)
+        if placement is None or self.replicas is None:
+            return rows
+        return self.replicas.hold(rows, placement, parameter if is_recorded else None)
 
     @property
     def placement(self) -> ReplicaPlacement | None:

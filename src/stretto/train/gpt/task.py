@@ -3,6 +3,7 @@
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -278,6 +279,9 @@ class GPTTask(TrainTask):
 
     def routing(self) -> Tensor | None:
         return self._routing
+
+    def count_layers(self) -> int:
+        return len({found[0] for name in self.weights() if (found := re.match(r".*?\.\d+\.", name))})
 
     def layout(self) -> str | None:
         return self.optimizer.describe() if isinstance(self.optimizer, StoredOptimizer) else None

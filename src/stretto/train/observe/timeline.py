@@ -2,7 +2,7 @@
 """Reads a trace into a timeline: how much of a step is computation, communication by axis, exposed, or idle.
 
 A trace is Chrome's (Perfetto's) JSON, as torch.profiler writes it, with a key "stretto" that `observe.tracing` adds:
-{"groups": {a process group's name: its axis}, "rank": this one, "grid": {axis: size}}.
+{"groups": {a process group's name: its axis}, "rank": this one, "grid": {axis: size}, "layers": of the model here}.
 
 On a GPU, kernels and copies within it are computation, and NCCL's kernels are communication over their group's axis.
 Copies between the host and the GPU are neither, and have a row for each direction. A collective's kernel also waits for
@@ -80,6 +80,7 @@ class Timeline:
     """One rank's traced steps. All durations are seconds per step: the mean over the traced steps.
 
     host: in which the host launches what a GPU runs: its steps without its waits; None where a trace has no GPU.
+    layers: of the model on this rank; 0 where a trace does not say it.
     """
 
     grid: Mapping[str, int]
@@ -87,6 +88,7 @@ class Timeline:
     steps: tuple[TracedStep, ...]
     spans: tuple[Span, ...]
     host: float | None = None
+    layers: int = 0
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -152,6 +154,11 @@ class Timeline:
         """Seconds per step in which nothing runs: no computation, communication or copy."""
         return self.step_time - self._a_step(merge(part for row in self.rows for part in self.busy(row)))
 
+    @property
+    def host_per_layer(self) -> float | None:
+        """The host's seconds per step for each layer, embeddings, loss and optimizer shared out among them."""
+        return None if self.host is None or not self.layers else self.host / self.layers
+
     def summary(self) -> dict[str, Any]:
         """The numbers for `summary.json`, in seconds per step."""
         return (
@@ -167,7 +174,7 @@ class Timeline:
                 "idle": self.idle,
             }
             | {row: getattr(self, row) for row in (EXPERTS, BUBBLE) if row in self.rows}
-            | ({} if self.host is None else {"host": self.host})
+            | {key: getattr(self, key) for key in ("host", "host_per_layer") if getattr(self, key) is not None}
         )
 
     @property
@@ -217,6 +224,7 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
             if span.start < end and span.end > origin
         ),
         host=_host_seconds(events) if is_gpu else None,
+        layers=about.get("layers", 0),
     )
 
 

@@ -35,15 +35,21 @@ def steps_to_trace(start: int, end: int) -> range:
 class StepTracer(AbstractContextManager["StepTracer"]):
     """Profiles a run's `steps` on rank 0, and writes their trace to `file`. Does nothing if `steps` is empty.
 
-    Every rank of the grid has one, with the same steps. Tracing does not change the steps' results, and the time to
-    start and write it does not count as a step's. `timeline` is the trace's Timeline on rank 0, once it is written.
-    Leaving the context by an exception writes nothing.
+    Every rank of the grid has one, with the same steps. layers: of the model on this rank, for the host's time of each.
+    Tracing does not change the steps' results, and the time to start and write it does not count as a step's.
+    `timeline` is the trace's Timeline on rank 0, once it is written. An exception in the context leaves no file.
     """
 
     def __init__(
-        self, file: Path, grid: Grid, steps: range, recorder: StepRecorder, reporter: ProgressReporter
+        self,
+        file: Path,
+        grid: Grid,
+        steps: range,
+        recorder: StepRecorder,
+        reporter: ProgressReporter,
+        layers: int = 0,
     ) -> None:
-        self._file, self._grid, self._steps = file, grid, steps
+        self._file, self._grid, self._steps, self._layers = file, grid, steps, layers
         self._recorder, self._reporter = recorder, reporter
         self._profiler: profile | None = None
         self.timeline: Timeline | None = None
@@ -114,6 +120,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
                 "groups": axes_of_groups(self._grid),
                 "rank": dist.get_rank(),
                 "grid": dict(self._grid.sizes),
+                "layers": self._layers,
             }
             path.write_text(json.dumps(trace), encoding="utf-8")
             os.replace(path, self._file)
@@ -152,7 +159,8 @@ def _describe(timeline: Timeline) -> str:
     return (
         f"traced {which}: {timeline.step_time * 1e3:.1f} ms a step, "
         f"of which exposed communication {timeline.exposed_total * 1e3:.1f} ms{by_axis}"
-        + (f"; launching it took the host {timeline.host * 1e3:.1f} ms" if timeline.host is not None else "")
+        + ("" if timeline.host is None else f"; launching it took the host {timeline.host * 1e3:.1f} ms")
+        + ("" if timeline.host_per_layer is None else f", {timeline.host_per_layer * 1e3:.2f} ms a layer")
         + (f"; copies {', '.join(copies)}" if copies else "")
     )
 
