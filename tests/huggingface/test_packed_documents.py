@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.huggingface.attention import packed_documents
 from stretto.huggingface.attention.packed_documents import install_packed, refusal_of_packed
 from stretto.parallel import Grid, Pipeline, gather, layout_of, parallelize
 from tests.parallel import moe_families
-from tests.parallel.context.test_training import DOCUMENTS, loss_of_separate_documents, packed, sliding
+from tests.parallel.context.test_training import DOCUMENTS, Largest, loss_of_separate_documents, packed, sliding
 from tests.parallel.hugging_face import Fp32IsFp64, causal_lm
 from tests.parallel.training import SEED, distance, my_rows
 
@@ -141,18 +140,6 @@ def test_padding_is_as_plain_transformers_has_it_and_so_is_what_cannot_be_packed
 
 def interrupt(*_: Any) -> None:
     raise InterruptedError
-
-
-class Largest(TorchDispatchMode):
-    """The most elements that an operator has returned."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple) else (found,):
-            self.count = max(self.count, each.numel() if isinstance(each, Tensor) else 0)
-        return found
 
 
 def test_nothing_is_made_of_all_pairs_of_tokens():
