@@ -115,7 +115,6 @@ class Endpoint:
 
     def put(self, put: Put) -> None:
         """Post a put of any size; its signal comes after all of its bytes. PeerError if the peer is lost."""
-        self.check(put.peer)
         with self._lock:
             while put.size > MAX_PUT_BYTES:
                 self._post(put._replace(size=MAX_PUT_BYTES, signal=None))
@@ -123,7 +122,8 @@ class Endpoint:
                     source=put.source + MAX_PUT_BYTES, offset=put.offset + MAX_PUT_BYTES, size=put.size - MAX_PUT_BYTES
                 )
             self._post(put)
-        self.proxy.wake()
+        if self.proxy.wake():
+            self.check(put.peer)
 
     def _post(self, put: Put) -> None:
         try:
