@@ -336,7 +336,7 @@ def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> dict[s
     if workload.routing is not None:
         batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
     try:
-        plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
+        plans = plan(model, cluster, gpus=ranks, **batch)
     except ValueError:  # rows say it of their grids
         return {}
     found: dict[str, Way] = {}
