@@ -2,7 +2,9 @@
 """`python -m lab inference`: time per token of a batch, and of prompts, by an engine and by its peers.
 
 Peers, on one GPU: transformers' `generate` with a static cache, compiled; its continuous batching (`generate_batch`);
-gpt-fast's recipe (`lab.gpt_fast`), whose cache is empty but read as a whole. All run in turn in each round.
+gpt-fast's recipe (`lab.gpt_fast`), whose cache is empty but read as a whole. On several GPUs they are the same engine
+with a product, an all-reduce, and a kernel for residual and norm in place of Stretto's operators: by NCCL, and by
+torch's all-reduces on symmetric memory. All run in turn in each round.
 
 --invariant: an engine with invariant=True runs in turn with the plain one. Predicted cost for Llama-3-8B's shape on one
 H200, from times of its kernels: decoding 1 and 8, 1 to 4%; decoding 64 with 1,024 tokens each, 10% (attention, a third
@@ -12,11 +14,12 @@ of the time, takes 32% more); a prompt of 2048, 13% (products at 640 to 720 TFLO
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,12 +31,17 @@ from stretto.bench.harness import FAILURES, print_row, run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Rounds, require_known
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
-from stretto.inference import Engine
+from stretto.inference import Engine, fused_blocks
+from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.capture import WARM_UP
 from stretto.planner.inference import PassSeconds, plan_inference
 from stretto.quantities import MAX_LENGTH, require_least
 from stretto.suggestions import name_known
+
+PEERS = ("generate", "batch", "gpt-fast", "nccl", "symmetric-memory")
+"""Of one GPU, and the last two of several."""
+_ONE_SHOT_BYTES = 256 << 10  # up to which torch's one-shot all-reduce is the peer, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class InferenceSetting:
     context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
     prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
     new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
-    skip: Annotated[tuple[str, ...], Option("Peers to leave out: generate, batch, gpt-fast.")] = ()
+    skip: Annotated[tuple[str, ...], Option(f"Peers to leave out: {', '.join(PEERS)}.")] = ()
     invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
         False
     )
@@ -60,7 +68,7 @@ class InferenceSetting:
     def __post_init__(self) -> None:
         if self.model not in PUBLIC_MODELS:
             raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
-        require_known("peer", self.skip, ("generate", "batch", "gpt-fast"))
+        require_known("peer", self.skip, PEERS)
         require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))
 
 
@@ -75,6 +83,9 @@ class Row:
     generate: float | None = column("generate, static cache, compiled (ms)", "{:.3f}", None)
     batch: float | None = column("generate_batch (ms)", "{:.3f}", None)
     gpt_fast: float | None = column("gpt-fast's recipe (ms)", "{:.3f}", None)
+    nccl: float | None = column("sums by NCCL (ms)", "{:.3f}", None)
+    symmetric_memory: float | None = column("by torch's symmetric memory (ms)", "{:.3f}", None)
+    gain: float | None = column("times NCCL's speed", "{:.2f}", None)
     limit: float | None = column("bytes and FLOPs (ms)", "{:.3f}", None)
     of_limit: float | None = column("of the limit", "{:.0%}", None)
     predicted: float | None = column("plan --inference (ms)", "{:.3f}", None)
@@ -97,7 +108,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     """The job of each rank; returns the rows."""
     grid = Grid(x=ranks, device=None if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
-    peers = {"generate", "batch", "gpt-fast"}.difference(setting.skip) if ranks == 1 else set()
+    peers = {*PEERS[:3]}.difference(setting.skip) if ranks == 1 else set()
     plain = _make(setting, grid.device) if peers else None
     most = max(setting.batches)
     tokens = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), *setting.prompts) + 32
@@ -110,12 +121,26 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
         )
         for name in ("stretto", *(["invariant"] if setting.invariant else []))
     }
+    sums = [] if ranks == 1 else [how for how in PEERS[3:] if how not in setting.skip]
+    if grid.device.type == "cpu":
+        sums = [how for how in sums if how == "nccl"]  # gloo there
+    of_sums = {how: SumsByLibrary(how, _chunk(setting) + most) for how in sums}
+    for how, library in of_sums.items():
+        with library:
+            model = parallelize(_make(setting, grid.device), grid)
+            engines[how] = Engine(model, most, tokens, chunk=_chunk(setting), divide_from=None)
+
+    def run(name: str, function: Callable[..., float], *arguments: Any) -> float:
+        with of_sums.get(name) or nullcontext():
+            return function(engines[name], *arguments)
 
     def record(what: str, predicted: PassSeconds | None, seconds: dict[str, Any], tokens: int) -> None:
         row = {"what": what, "tokens": tokens / seconds["stretto"]}
         row |= {name.replace("-", "_"): value * 1e3 if name != "error" else value for name, value in seconds.items()}
         if "invariant" in seconds:
             row["cost"] = seconds["invariant"] / seconds["stretto"] - 1
+        if "nccl" in seconds:
+            row["gain"] = seconds["nccl"] / seconds["stretto"]
         if predicted is not None:
             row |= {"limit": predicted.limit * 1e3, "predicted": predicted.total * 1e3}
             row["of_limit"] = predicted.limit / seconds["stretto"]
@@ -125,9 +150,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
             keep_rows(out, "inference", Row, _about(setting, ranks), rows)
 
     for batch in setting.batches:
-        runs: dict[str, Callable[[], float]] = {
-            name: partial(_decode, engine, setting, batch) for name, engine in engines.items()
-        }
+        runs: dict[str, Callable[[], float]] = {name: partial(run, name, _decode, setting, batch) for name in engines}
         if plain is not None:
             others: dict[str, Callable[..., float]] = {
                 "generate": _generate, "batch": _generate_batch, "gpt-fast": _GptFast()
@@ -136,7 +159,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
         predicted = _predict(setting, ranks, setting.prompts[0], batch)
         record(f"decode {batch}", None if predicted is None else predicted[1], _time(runs, setting.rounds), batch)
     for length in setting.prompts:
-        runs = {name: partial(_prefill, engine, length) for name, engine in engines.items()}
+        runs = {name: partial(run, name, _prefill, length) for name in engines}
         if plain is not None:
             prefills = {"generate": _prefill_by_generate, "gpt-fast": _prefill_by_gpt_fast}
             runs |= {name: partial(prefills[name], plain, length) for name in prefills if name in peers}
@@ -146,6 +169,62 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     for engine in engines.values():
         engine.close()
     return rows
+
+
+class SumsByLibrary(AbstractContextManager[None]):
+    """Within it, fused blocks call the product, an all-reduce and a kernel for the rest, one after another.
+
+    how: "nccl" (the group's own library), or "symmetric-memory", which takes up to `rows` tokens.
+    """
+
+    def __init__(self, how: str, rows: int) -> None:
+        self._rows = rows
+        self._buffer: Tensor | None = None
+        self._patch = mock.patch.object(fused_blocks, "matmul_all_reduce_norm", self.call)
+        self._is_symmetric = how == "symmetric-memory"
+
+    def __enter__(self) -> None:
+        self._patch.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+    def call(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        eps: float,
+        norm: str,
+        bias: Tensor | None,
+        norm_bias: Tensor | None,
+        offset: float,
+        invariant: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """What `ops.matmul_all_reduce_norm` returns."""
+        assert not invariant
+        rows = x.flatten(0, -2)
+        total = self._sum_symmetric(rows, weight, group) if self._is_symmetric else rows @ weight.t()
+        if not self._is_symmetric:
+            dist.all_reduce(total, group=group)
+        operands = NormOperands(bias, residual.flatten(0, -2), norm_weight, norm_bias)
+        normed, added = add_norm(total, operands, Norm(norm, eps, offset))
+        return normed.view_as(residual), added.view_as(residual)
+
+    def _sum_symmetric(self, rows: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
+        if self._buffer is None:  # of the widest output: all have the model's width
+            import torch.distributed._symmetric_memory as symmetric
+
+            self._buffer = symmetric.empty(self._rows, weight.shape[0], dtype=rows.dtype, device=rows.device)
+            symmetric.rendezvous(self._buffer, group)
+        part = self._buffer[: len(rows)]
+        torch.mm(rows, weight.t(), out=part)
+        if part.numel() * part.element_size() <= _ONE_SHOT_BYTES:
+            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)
+        return torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", group.group_name)
 
 
 def _make(setting: InferenceSetting, device: torch.device) -> Any:

@@ -129,12 +129,16 @@ def test_ranks_with_a_gpu_each_use_nccl_and_no_daemon(monkeypatch, made):
         (1, [(2, False), (3, True), (4, True), (5, False), (8, True)]),
         (2, [(2, False)]),
         (3, [(3, False)]),
-        (8, [(4, False)]),
+        (7, [(4, False)]),
+        (8, [(8, False)]),
     ],
 )
 def test_one_gpu_is_shared_by_many_numbers_of_ranks_and_several_are_used_as_they_are(monkeypatch, gpus, expected):
     monkeypatch.setattr(sharing, "count_gpus", lambda: gpus)
     assert sharing.choose_worlds((2, 5), (1, 2, 3, 4), sharing.SHARED) == expected
+    if gpus > 4:  # of tests that take one number, or that are not tried with 8 ranks
+        assert sharing.choose_worlds((4,), (4,), (4, 8)) == [(4, False)]
+        assert sharing.choose_worlds((2,), (1, 2, 4), (1, 2, 4)) == [(4, False)]
 
 
 CONFTEST = """

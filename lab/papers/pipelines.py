@@ -221,6 +221,7 @@ def _find_best(billions: int, gpus: int) -> tuple[GridPlan, GridPlan]:
     """The fastest plan of stages and data alone, and that of all grids."""
     model, summit = MODELS[billions], Cluster.preset("summit")
     options: dict[str, Any] = {"gpus": gpus, "batch": RUNS_BATCH, "seq_len": SEQ_LEN, "dtype": "fp16", "state": STATE}
+    options["shard_sequence"] = False  # as the paper's runs
     pipes = [pipe for pipe in range(2, model.layers + 1) if gpus % pipe == 0]
     plans = [each for pipe in pipes for each in plan(model, summit, pipe=pipe, **options) if each.fits]
     alone = [each for each in plans if each.grid["pipe"] * each.grid["data"] == gpus]

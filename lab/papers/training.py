@@ -158,8 +158,9 @@ def paper_model(name: str) -> GPTConfig:
 
 
 def _plan(model: str, cluster: Cluster, gpus: int, batch: int, **options: Any) -> list[GridPlan]:
-    """Plan a run, which recomputes activations as the paper's do."""
-    return plan(paper_model(model), cluster, gpus=gpus, batch=batch, seq_len=SEQ_LEN, recompute="full", **options)
+    """Plan a run, which recomputes activations as the paper's do, and has all tokens on each rank of x."""
+    options |= {"seq_len": SEQ_LEN, "recompute": "full", "shard_sequence": False}
+    return plan(paper_model(model), cluster, gpus=gpus, batch=batch, **options)
 
 
 def plan_run(run: Run, batch: int) -> PlannedRun:

@@ -52,13 +52,7 @@ def list_choices(cases: Sequence[MeasuredSchedule], predictor: SchedulePredictor
         library = next(case for case in members if case.executor == "nccl")
         # Where Stretto called NCCL, that was the fastest, or less than 3% slower.
         chosen = next((case for case in members if case.executor != "nccl"), library)
-        tried = [library]
-        for algorithm in ALGORITHMS[collective]:
-            for protocol in ("LL", "LL128"):
-                tried.append(replace(library, algorithm=algorithm, executor="fused", protocol=protocol))
-        last = ALGORITHMS[collective][-1]
-        tried.append(replace(library, algorithm=last, executor="copy-engine", protocol="Copy"))
-        seconds = {_name(case): predictor.predict(case, costs) for case in tried}
+        seconds = _simulate_candidates(library, predictor, costs)
         best = min(seconds, key=seconds.__getitem__)
         measured = _name(chosen)
         rows.append(
@@ -75,6 +69,47 @@ def list_choices(cases: Sequence[MeasuredSchedule], predictor: SchedulePredictor
             )
         )
     return rows
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The fastest choice of a collective at a size on GPUs that were not measured, beside NCCL."""
+
+    collective: str = column("collective")
+    bytes: int = column("bytes", "{:,}")
+    choice: str = column("fastest, simulated")
+    microseconds: float = column("us", "{:,.1f}")
+    nccl: float = column("NCCL (us)", "{:,.1f}")
+    speed: float = column("times faster", "{:.2f}")
+
+
+def predict_choices(
+    cases: Sequence[MeasuredSchedule], ranks: int, predictor: SchedulePredictor, costs: MachineCosts
+) -> list[Prediction]:
+    """For each collective and size that was measured on fewer GPUs (bf16, in CUDA graphs): the fastest on so many."""
+    measured = [case for case in cases if (case.executor, case.mode, case.dtype) == ("nccl", "graph", "bf16")]
+    of = {(case.contest.split(",")[0], case.num_bytes): case for case in measured}
+    rows = []
+    for (collective, size), case in of.items():
+        library = replace(case, parameters=(("ranks", ranks),))
+        seconds = _simulate_candidates(library, predictor, costs)
+        best, nccl = min(seconds, key=seconds.__getitem__), 1e6 * seconds["NCCL"]
+        microseconds = 1e6 * seconds[best]
+        rows.append(Prediction(collective, size, best, microseconds, nccl, nccl / microseconds))
+    return rows
+
+
+def _simulate_candidates(
+    library: MeasuredSchedule, predictor: SchedulePredictor, costs: MachineCosts
+) -> dict[str, float]:
+    """The simulated seconds of NCCL's case and of what the tuner would try in its place, by name."""
+    *_, last = names = ALGORITHMS[library.contest.split(",")[0]]
+    tried = [library]
+    for algorithm in names:
+        for protocol in ("LL", "LL128"):
+            tried.append(replace(library, algorithm=algorithm, executor="fused", protocol=protocol))
+    tried.append(replace(library, algorithm=last, executor="copy-engine", protocol="Copy"))
+    return {_name(case): predictor.predict(case, costs) for case in tried}
 
 
 def summarize_choices(rows: Sequence[Choice]) -> str:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from lab.harness import Bench, Measured, Table, column
+from lab.harness import ANY_CPU, Bench, Measured, Table, column
 from lab.pictures import describe_origin, select
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
-from lab.simulated_schedules.choices import Choice, list_choices, summarize_choices
+from lab.simulated_schedules.choices import Choice, Prediction, list_choices, predict_choices, summarize_choices
 from lab.simulated_schedules.fit import Parameter, SchedulePredictor, fit
 from lab.simulated_schedules.sockets import TILE_BYTES, list_two_level, read_socket_cases, socket_topology
 from stretto.atomic_files import write_atomically
@@ -56,6 +56,9 @@ class SimulatedCollectivesSetting:
     """Where the measurements are. Raises ValueError where they are not."""
 
     results: Annotated[Path, Option("Folder of the committed results.")] = Path("lab/results")
+    gpus: Annotated[
+        int | None, Option("Only predict the fastest choices on so many H200 of a node, beside NCCL.", least=2)
+    ] = None
 
     def __post_init__(self) -> None:
         for path in MEASURED:
@@ -107,6 +110,10 @@ def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
     gpu_cases, socket_cases = read_gpu_cases(setting.results), read_socket_cases(setting.results)
     cluster, links = Cluster.preset(CLUSTER), socket_topology()
     on_gpus = SchedulePredictor(lambda ranks: START.topology(cluster, ranks))
+    if setting.gpus is not None:
+        predicted = predict_choices(gpu_cases, setting.gpus, on_gpus, MachineCosts.find("h200"))
+        about, name = {"gpus": setting.gpus, "machine": ANY_CPU}, f"predictions-collectives-{setting.gpus}"
+        return Measured(predicted, about, name=name, title=f"Collectives on {setting.gpus} H200", row=Prediction)
     on_sockets = SchedulePredictor(lambda ranks: links)
     gpu_costs = START
     for executor, figures in FITTED.items():

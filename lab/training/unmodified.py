@@ -39,6 +39,7 @@ from stretto.planner.grids import divisors
 GIB = 1 << 30
 TIME_LIMIT = 180.0  # seconds after which NCCL aborts ranks that wait for a failed one
 _SHARDED = {"shard_sequence": True}
+PLANNED = 3  # of the grids that `plan` ranks
 
 
 @dataclass(frozen=True)
@@ -123,16 +124,19 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
             about |= {"machine": ANY_CPU, "cluster": setting.cluster}
             lines: tuple[str, ...] = ()
             if not (setting.context or setting.replicas) and (found := _plan(workload, cluster, ranks)):
-                picked, way = found
-                chosen.setdefault(picked, way)
-                about["planned"] = {"name": picked, "grid": way.grid, "options": way.options}
-                lines = (f"Of all grids, `plan` picks {picked.removesuffix(', compiled')}.",)
+                chosen = found | chosen
+                about["planned"] = [
+                    {"name": picked, "grid": way.grid, "options": way.options} for picked, way in found.items()
+                ]
+                lines = (f"Of all grids, `plan` picks {'; '.join(name.removesuffix(', compiled') for name in found)}.",)
             rows = _predict(workload, chosen, cluster)
             yield Measured(rows, about, lines, name=predictions, title=_title(workload, ranks))
             continue
         predicted, planned = _read_predictions(out / f"{predictions}.json", workload)
-        if planned and _is_chosen(planned["name"], setting.only, {**ways, planned["name"]: None}):
-            chosen.setdefault(planned["name"], Way("stretto", grid=planned["grid"], options=planned["options"]))
+        names = {**ways, **dict.fromkeys(each["name"] for each in planned)}
+        for each in planned:
+            if _is_chosen(each["name"], setting.only, names):
+                chosen.setdefault(each["name"], Way("stretto", grid=each["grid"], options=each["options"]))
         keep = partial(_keep, out, name, about, predicted)
         measured = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
         rows = _compare(measured, predicted)
@@ -324,27 +328,29 @@ def _find_imbalance(workload: TransformerWorkload, routing: str, ranks: int, rep
     return sum(found) / len(found)
 
 
-def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> tuple[str, Way] | None:
-    """The name and the grid that `plan` picks of all that train the batch in as many micro-batches; None: of none."""
+def _plan(workload: TransformerWorkload, cluster: Cluster, ranks: int) -> dict[str, Way]:
+    """The first three of `plan` that train the batch in as many micro-batches, on three grids; {} if none does."""
     with torch.device("meta"):
         model = workload.make()
     batch: dict[str, Any] = {"batch": workload.batch, "seq_len": workload.seq_len}
     if workload.routing is not None:
         batch["imbalance"] = _find_imbalance(workload, workload.routing, ranks, 0)
     try:
-        plans = plan(model, cluster, gpus=ranks, shard_sequence=None, **batch)
+        plans = plan(model, cluster, gpus=ranks, **batch)
     except ValueError:  # rows say it of their grids
-        return None
-    parts = (each.micro_batch * check_sizes(each.grid).batch_parts * workload.micro_batches for each in plans)
-    best = next((each for each, batch_of in zip(plans, parts, strict=True) if batch_of == workload.batch), None)
-    if best is None:
-        return None
-    grid = {axis: size for axis, size in best.grid.items() if size not in (1, "cut")}
-    defaults = {"recompute": "none", "reshard": "after_backward"}
-    options = {key: getattr(best, key) for key, default in defaults.items() if getattr(best, key) != default}
-    name = ", ".join([_name(grid), *["sequence sharded"] * best.shard_sequence, *options.values()])
-    options |= _SHARDED if best.shard_sequence else {}
-    return f"{name}, compiled", Way("stretto", grid=grid, options=options)
+        return {}
+    found: dict[str, Way] = {}
+    for each in plans:
+        grid = {axis: size for axis, size in each.grid.items() if size not in (1, "cut")}
+        is_another = all(grid != way.grid for way in found.values())
+        parts = check_sizes(each.grid).batch_parts * workload.micro_batches
+        if len(found) < PLANNED and is_another and each.micro_batch * parts == workload.batch:
+            defaults = {"recompute": "none", "reshard": "after_backward"}
+            options = {key: getattr(each, key) for key, default in defaults.items() if getattr(each, key) != default}
+            name = ", ".join([_name(grid), *["sequence sharded"] * each.shard_sequence, *options.values()])
+            options |= _SHARDED if each.shard_sequence else {}
+            found[f"{name}, compiled"] = Way("stretto", grid=grid, options=options)
+    return found
 
 
 def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -361,18 +367,18 @@ def _judge(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def _read_predictions(
     path: Path, workload: TransformerWorkload
-) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Each run's prediction, and what `plan` picked. ValueError without a file, and for another model's or batch's."""
     if not path.is_file():
         if workload.is_small:
-            return {}, None
+            return {}, []
         raise ValueError(f"there is no file of predictions at {path}: write it first, with --cluster CLUSTER.toml")
     found = json.loads(path.read_text())
     for option in ("layers", "batch", "seq_len", "micro_batches"):
         if (known := found["workload"].get(option, 1)) != getattr(workload, option):
             raise ValueError(f"{path} predicts {option}={known}, not {getattr(workload, option)}")
     rows = {row.pop("name"): {key: row.get(key) for key in _PREDICTED} for row in found["rows"]}
-    return rows, found.get("planned")
+    return rows, found.get("planned", [])
 
 
 _PREDICTED = ("predicted_milliseconds", "predicted_gib")

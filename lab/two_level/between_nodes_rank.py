@@ -4,6 +4,7 @@
 import os
 import statistics
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lab.two_level.between_nodes import GPUS, MODEL, NODES, PARTS, PUT_SIZES, TILE_BYTES
-from lab.two_level.rank import interleave, serve
+from lab.two_level.rank import interleave, measure_overheads, serve
 from stretto.bench.network import IN_FLIGHT, PutStream
 from stretto.cluster.two_level import Links
 from stretto.collectives import Schedule
@@ -63,7 +64,11 @@ def measure(given: dict[str, Any]) -> object:
             case "all-reduce":
                 return _measure_all_reduce(given)
             case "training":
-                return {axis: _measure_training(axis, given) for axis in ("z", "data")}
+                overheads = measure_overheads(TwoLevelGroup())
+                links = Links(overheads["inside"], latency=overheads["between"], **given["links"])
+                return {"links": asdict(links), "library": overheads["library"]} | {
+                    axis: _measure_training(axis, links, given["repeats"]) for axis in ("z", "data")
+                }
         return _measure_schedules(kind, given)
 
 
@@ -128,9 +133,9 @@ def _count_messages(run: Callable[[], object]) -> int:
     return count
 
 
-def _measure_training(axis: str, given: dict[str, Any]) -> dict[str, float]:
+def _measure_training(axis: str, links: Links, repeats: int) -> dict[str, float]:
     """Median seconds of a step by the library, by each algorithm, by the model's choice for these links, and alone."""
-    links, whole = Links(**given["links"]), TwoLevelGroup
+    whole = TwoLevelGroup
     models: dict[str, Any] = {"alone": GPT(GPTConfig(**MODEL))}
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     for how, algorithms in {"flat": (), "ring": ("ring",), "recursive": ("recursive",), "auto": None}.items():
@@ -152,7 +157,7 @@ def _measure_training(axis: str, given: dict[str, Any]) -> dict[str, float]:
         model(tokens).float().square().mean().backward()
 
     runs: dict[str, Callable[[], object]] = {how: partial(step, model) for how, model in models.items()}
-    return {name: times["median"] for name, times in interleave(runs, given["repeats"]).items()}
+    return {name: times["median"] for name, times in interleave(runs, repeats).items()}
 
 
 if __name__ == "__main__":

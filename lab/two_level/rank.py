@@ -68,7 +68,7 @@ def measure(setting: TwoLevelSetting) -> dict[str, Any]:
     flat = TwoLevelGroup(
         ranks_per_node=1, make_transport=partial(transport, delay=setting.delay / 1e3, ranks_per_node=size)
     )
-    overheads = _measure_overheads(setting, undelayed)
+    overheads = measure_overheads(undelayed)
     rows = []
     for collective in COLLECTIVES:
         for shard_bytes in setting.shard_bytes:
@@ -86,20 +86,26 @@ def measure(setting: TwoLevelSetting) -> dict[str, Any]:
     return {"overheads": overheads, "rows": rows}
 
 
-def _measure_overheads(setting: TwoLevelSetting, undelayed: TwoLevelGroup) -> dict[str, float]:
-    """Software time of a message (seconds, without delay and bandwidth): inside a node, and between nodes."""
+def measure_overheads(undelayed: TwoLevelGroup) -> dict[str, float]:
+    """Software time of a message (seconds, without delay and bandwidth): inside a node, between nodes, and in the
+    library's own ring."""
     nodes = [dist.new_group(list(ranks)) for ranks in undelayed.nodes.ranks]
-    own = nodes[dist.get_rank() // setting.ranks_per_node]
+    own = nodes[undelayed.nodes.place_of(dist.get_rank())[0]]
     part = torch.zeros(_SMALL, dtype=torch.uint8)
-    whole = part.new_empty(_SMALL * setting.ranks_per_node)
+    whole = part.new_empty(_SMALL * undelayed.nodes.size)
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     runs = {
         "inside": lambda: gather(whole, part, group=own),
         "ring": _collective(undelayed, "all_gather", "ring", _SMALL),
+        "library": _collective(undelayed, "all_gather", "flat", _SMALL),
     }
     seconds = {name: value["median"] for name, value in interleave(runs, _PROBES).items()}
-    between = (seconds["ring"] - seconds["inside"]) / (setting.nodes - 1)
-    return {"inside": seconds["inside"] / max(1, setting.ranks_per_node - 1), "between": max(0.0, between)}
+    between = (seconds["ring"] - seconds["inside"]) / (undelayed.nodes.count - 1)
+    return {
+        "inside": seconds["inside"] / max(1, undelayed.nodes.size - 1),
+        "between": max(0.0, between),
+        "library": seconds["library"] / (undelayed.world - 1),
+    }
 
 
 def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: int) -> Callable[[], object]:

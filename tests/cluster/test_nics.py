@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which network interface each rank uses, on trees of sysfs that are modelled on four machines."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from stretto.cluster.nics import choose_nics, list_gpus, list_nics, usable_nics
+from stretto.cluster.nics import choose_nics, list_gpus, list_nics, pinned_near, usable_nics
 
 
 class Tree:
@@ -155,3 +156,23 @@ def test_no_interface_has_more_ranks_than_an_even_share(tmp_path):
     tree.nic("pci0000:00/0000:00:01.0/0000:02:00.0", 0, "infiniband", "mlx5_0", **NDR)
     tree.nic("pci0000:80/0000:80:01.0/0000:81:00.0", 1, "infiniband", "mlx5_1", **NDR)
     assert names(tmp_path, 4) == ["mlx5_0", "mlx5_0", "mlx5_1", "mlx5_1"]
+
+
+def test_threads_are_pinned_near_an_interface_unless_the_process_is(tmp_path, monkeypatch):
+    tree = Tree(tmp_path)
+    tree.ethernet("pci0000:00/0000:00:01.0", 1, "eth1")
+    tree.ethernet("pci0000:00/0000:00:02.0", -1, "eth2")  # of which no CPU is known
+    allowed, calls = set(range(40)), []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: calls.append(cpus), raising=False)
+    for pinned, cpus, expected in (
+        ("eth1", 40, [set(range(16, 32)), allowed]),
+        ("eth2", 40, []),
+        ("lo", 40, []),
+        ("eth1", 64, []),  # pinned by a launcher
+    ):
+        monkeypatch.setattr(os, "cpu_count", lambda cpus=cpus: cpus)
+        calls.clear()
+        with pytest.raises(KeyError), pinned_near(pinned, tmp_path):
+            raise KeyError
+        assert calls == expected, pinned

@@ -41,10 +41,12 @@ def choose_worlds(sampled: Sequence[int], own: Sequence[int], among: Sequence[in
     """The numbers of ranks that a test runs with here, and whether each is exhaustive.
 
     sampled: what `make gpu-test` runs where ranks share a GPU, of `among`, which `make gpu-test-exhaustive` completes.
-    own: the numbers for ranks with a GPU each; the largest that the GPUs suffice for is run, else the least, shared.
+    own: the numbers for ranks with a GPU each; the largest that the GPUs suffice for is run, else the least, shared. On
+    8 GPUs, tests of several numbers run with 8 ranks if 8 may share a GPU.
     """
     gpus = count_gpus()
     if gpus >= 2:
+        own = [*own, *({8} & {*among} if len(own) > 1 else ())]
         return [(max((count for count in own if count <= gpus), default=min(own)), False)]
     return [(count, count not in sampled) for count in among]
 

@@ -107,9 +107,9 @@ def test_sequences_that_are_cut_train_as_on_one_gpu(gpu_pool: GpuRanks, world: i
             assert all(torch.equal(weight, again["weights"][name]) for name, weight in once["weights"].items()), sizes
 
 
-def losses_of_documents(family: str) -> tuple[float, float, float, float]:
+def losses_of_documents(family: str, axis: str = "context") -> tuple[float, float, float, float]:
     """The loss and the norm of gradients, in bf16: of packed documents on the grid, and of separate ones on one GPU."""
-    grid = Grid(context=dist.get_world_size())
+    grid = Grid(**{axis: dist.get_world_size()})
     tokens = torch.randint(3, hugging_face.VOCAB, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2))
     positions = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
     labels = tokens.masked_fill(positions == 0, -100)
@@ -125,6 +125,13 @@ def losses_of_documents(family: str) -> tuple[float, float, float, float]:
     packed = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False).loss
     packed.backward()
     return packed.item(), apart.item(), clip_grad_norm_(model.parameters(), 1e9, grid=grid).item(), norm.item()
+
+
+@pytest.mark.parametrize("axis", ["context", "x"])
+def test_packed_documents_are_separate_ones(gpu_pool: GpuRanks, world: int, axis: str) -> None:
+    for packed, apart, packed_norm, apart_norm in gpu_pool.run(world, losses_of_documents, "llama", axis, timeout=150):
+        assert packed == pytest.approx(apart, rel=5e-3)
+        assert packed_norm == pytest.approx(apart_norm, rel=5e-2)
 
 
 @pytest.mark.parametrize("family", LINEAR)

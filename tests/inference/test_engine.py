@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from torch import Tensor, nn
 
-from stretto.inference import Engine, Request, cache
+from stretto.inference import Engine, Request, cache, divided_tokens, fused_blocks
+from stretto.inference import engine as engines
 from stretto.inference.runner import Drawn, StepRunner
 from stretto.memory import PeerError, failures
+from stretto.ops import matmul_reduce_scatter
 from stretto.ops.decoding.paged_kernels import attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
@@ -24,6 +27,7 @@ from stretto.parallel import Grid, parallelize
 from stretto.parallel.experts import module as experts
 
 MakeRanks = Callable[[int], Ranks]
+DIVIDED = ("llama", "mistral", "qwen3")  # whose tokens an engine may divide over x
 NEW = 24  # more than a page of the cache
 LENGTHS = (1, 2, 37, 140)
 Case = tuple[str, dict[str, Any]]
@@ -33,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True}
     | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.5, "hidden_dropout": 0.0},  # attention whole on x
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_attention_heads": 8},
 }
 
@@ -67,6 +72,11 @@ def run_case(new: int, kind: str, sizes: dict[str, int], chunks: tuple[int, ...]
     for chunk in chunks:
         engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=chunk)
         found.append(engine.generate(part, new))
+    if kind in DIVIDED and grid.size("x") > 1:  # of 5 tokens or more, which x need not divide
+        engine = Engine(parallelize(make(kind), grid), max_batch=3, cache_tokens=1600, chunk=33, divide_from=5)
+        with mock.patch.object(divided_tokens, "matmul_reduce_scatter", wraps=matmul_reduce_scatter) as scatter:
+            found.append(engine.generate(part, new))
+        assert scatter.call_count % 4 == 0 < scatter.call_count  # two a block and step
     engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=50)
     requests: list[Request] = []
     while len(requests) < len(part) or engine.step():
@@ -107,6 +117,7 @@ def check(by_rank: list[list[list[Any]]], cases: list[Any], new: int) -> None:
 ON_TWO = [
     ("llama", {"x": 2}, (7,), prompts()),
     ("gpt2", {"x": 2}, (64,), prompts()),
+    ("stablelm", {"x": 2}, (64,), prompts(3, (2, 9))),
     ("qwen3_moe", {"data": 2, "expert": 2}, (33,), prompts()),
 ]
 
@@ -133,6 +144,44 @@ ALL += [
 @pytest.mark.long
 def test_tokens_and_log_probabilities_on_four_ranks(ranks: MakeRanks) -> None:
     check(ranks(4).run(run_cases, ON_FOUR, NEW, timeout=300), ON_FOUR, NEW)
+
+
+def measure_threshold(seconds: dict[int, tuple[float, float]]) -> tuple[int | None, list[int]]:
+    """The number of tokens from which on they are divided, and the numbers that were measured."""
+    fusers, measured = [], []
+
+    class Seen(fused_blocks.BlockFuser):
+        def fuse(self) -> None:
+            super().fuse()
+            fusers.append(self)
+
+    def measure(runs: Any, *_: Any) -> Any:
+        for run in runs:
+            run()
+        measured.append(runs[0].args[1])
+        return seconds.get(measured[-1])
+
+    with mock.patch.object(engines, "BlockFuser", Seen), mock.patch.object(fused_blocks, "measure_choices", measure):
+        engine = Engine(parallelize(make("llama"), Grid(x=2)), max_batch=1, cache_tokens=64, chunk=8)
+        assert fusers[0].tokens.least is None  # on a CPU nothing is measured
+        with torch.no_grad():
+            least = fusers[0].measure(sorted(seconds), torch.zeros(1))
+        fusers[0].tokens.least = least
+        assert engine.generate([[1, 2, 3, 4, 5]], 2)[0] == continued(make("llama"), [1, 2, 3, 4, 5], 2)
+    return least, measured
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({3: (1.0, 2.0), 4: (2.0, 1.0), 8: (2.0, 1.5)}, (4, [8, 4, 3])),
+        ({4: (2.0, 1.0), 8: (1.0, 1.0)}, (None, [8])),
+    ],
+)
+def test_tokens_are_divided_from_the_number_on_from_which_that_is_measured_to_be_faster(
+    ranks: MakeRanks, seconds: dict[int, tuple[float, float]], expected: tuple[int | None, list[int]]
+) -> None:
+    assert ranks(2).run(measure_threshold, seconds) == [expected] * 2
 
 
 def engines_of_some_ranks() -> list[int]:
@@ -189,6 +238,7 @@ def misuse() -> dict[str, str]:
         model = parallelize(make("llama"), other)
         said[axis] = refusal(lambda model=model: Engine(model, 2, 320))
     said["sequence"] = refusal(lambda: Engine(parallelize(make("llama"), grid, shard_sequence=True), 2, 320))
+    said["divided"] = refusal(lambda: Engine(parallelize(make("gpt2"), grid), 2, 320, divide_from=64))
     said["memory"] = refusal(lambda: Engine(engine.model, 2, 10**12))
     return said
 
@@ -209,6 +259,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
         "y": "has y=2, but an engine runs on data, x and expert: y=1 would do",
         "z": "has z=2, but an engine runs on data, x and expert: z=1 would do",
         "sequence": "shard_sequence=False would do",
+        "divided": "divide_from is 64, but this model's tokens are not divided: that takes x > 1",
         "memory": "the engine's cache needs at least ",
     }
     assert {name: text for name, text in expected.items() if text not in first[name]} == {}
@@ -221,6 +272,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
         ({"cache_tokens": -3}, "cache_tokens is -3"),
         ({"cache_tokens": 15}, "less than a page of 16; 16 would do"),
         ({"chunk": 0}, "chunk is 0"),
+        ({"divide_from": 0}, "divide_from is 0, but must be a positive integer"),
         ({"model": make("llama")}, "Engine takes a model that stretto.parallelize has returned"),
     ],
     ids=str,

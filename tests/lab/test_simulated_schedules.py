@@ -17,9 +17,11 @@ from lab.papers.msccl_peers import (
     two_step_exchanges,
 )
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
+from lab.simulated_schedules.choices import ALGORITHMS, predict_choices
 from lab.simulated_schedules.fit import SchedulePredictor, fit, get, put
-from lab.simulated_schedules.run import Row, list_groups, list_winners
+from lab.simulated_schedules.run import START, Row, list_groups, list_winners
 from lab.simulated_schedules.sockets import RANKS, RANKS_PER_NODE, list_two_level, socket_topology
+from stretto.cluster import Cluster
 from stretto.collectives.verifier import verify
 from stretto.simulator.network.shapes import switch
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
@@ -93,6 +95,17 @@ def test_winners_count_only_where_the_best_two_differ():
     ]
     (every,) = [group for group in list_winners(rows) if group.group.startswith("all")]
     assert (every.contests, every.right, every.share) == (2, 1, 0.5)
+
+
+@pytest.mark.long
+def test_predictions_for_more_gpus_have_every_collective_and_choose_no_slower_one_than_nccl():
+    cases = [case for case in read_gpu_cases(RESULTS) if case.num_bytes == 1024]
+    predictor = SchedulePredictor(lambda ranks: START.topology(Cluster.preset("dgx-h200"), ranks))
+    rows = predict_choices(cases, 8, predictor, MachineCosts.find("h200"))
+    assert [row.collective for row in rows] == list(ALGORITHMS)
+    assert all(row.speed == row.nccl / row.microseconds >= 1 for row in rows)
+    committed = json.loads((RESULTS / "collectives" / "predictions-collectives-8.json").read_text())["rows"]
+    assert [asdict(row) for row in rows] == [row for row in committed if row["bytes"] == 1024]
 
 
 def test_groups_have_the_median_error_of_both_halves():

@@ -152,7 +152,8 @@ def receive(packed: bytes | int) -> list[str]:
     for collect in (all_gather_data, lambda value: exchange(value, None, 60.0)):
         sent = torch.frombuffer(bytearray(packed if isinstance(packed, bytes) else b"1"), dtype=torch.uint8)
         if isinstance(packed, int):
-            sent = mock.MagicMock(numel=lambda: packed)
+            sent, whole = mock.MagicMock(numel=lambda: packed), sent
+            sent.__getitem__.return_value = whole
         with (
             mock.patch.object(plain_data, "pack", lambda value, sent=sent: sent)
             if dist.get_rank() == 1

@@ -48,6 +48,7 @@ _SOURCE = "tests/collectives/executor/cuda/test_codegen.py::"
 _SIGNALS = "tiles/signals.py"
 _WAITS = "tiles/waits.py"
 _CALLS = "tiles/calls.py"
+_PUTS = "tiles/puts.py"
 _PTX = "collectives/executor/cuda/ptx.cu"
 _PRIMITIVES = "collectives/executor/cuda/primitives.cu"
 _WRITER = "collectives/executor/cuda/fused/codegen.py"
@@ -101,6 +102,10 @@ _SCATTER_TESTS = (f"{_OPS}test_partial_sums_are_signalled_after_a_barrier_and_lo
 _JOIN_TESTS = (f"{_OPS}test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire",)
 _SLICE_TESTS = (f"{_EMBEDDING}test_a_slice_is_signalled_after_its_stores_and_a_barrier",)
 _EXCHANGE_TESTS = ("tests/ops/moe/test_exchange_kernels.py::test_rows_are_stored_before_their_signal_in_wide_pieces",)
+_PUT_TESTS = (
+    "tests/tiles/test_puts.py::test_a_descriptor_follows_the_barrier_and_its_first_word_is_a_release",
+    "tests/tiles/test_puts.py::test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts",
+)
 _SIMPLE_TESTS = (f"{_SOURCE}test_simple_publishes_after_a_barrier_of_the_block_and_a_fence_of_the_system",)
 
 MUTATIONS: tuple[Mutation, ...] = (
@@ -231,6 +236,64 @@ MUTATIONS: tuple[Mutation, ...] = (
         "two slots in turn, which stand in for one",
         (Edit("tiles/call_state.py", "    return call_number(channel) & 1", "    return call_number(channel) & 0"),),
         "tiles/packet*,tiles/push-entered,all-reduce/*",
+    ),
+    # Puts.
+    Mutation(
+        "puts",
+        "barrier",
+        "before a slice's descriptor",
+        (Edit(_PUTS, "    tl.debug_barrier()\n    tl.atomic_add(puts.used", "    tl.atomic_add(puts.used"),),
+        "tiles/puts",
+        _PUT_TESTS,
+    ),
+    Mutation(
+        "puts",
+        "barrier",
+        "before a slice's credit",
+        (Edit(_PUTS, "    tl.debug_barrier()\n    tl.atomic_add(puts.taken", "    tl.atomic_add(puts.taken"),),
+        "tiles/puts",
+        _PUT_TESTS,
+    ),
+    Mutation(
+        "puts",
+        "wait",
+        "for a slot's credit",
+        (Edit(_PUTS, "word, used, OF_CREDIT", f"word, used{_MET}, OF_CREDIT"),),
+        "tiles/puts",
+        _PUT_TESTS[1:],
+    ),
+    Mutation(
+        "puts",
+        "wait",
+        "for a slice",
+        (Edit(_PUTS, "word, taken + 1, OF_SLICE", f"word, taken + 1{_MET}, OF_SLICE"),),
+        "tiles/puts",
+        _PUT_TESTS[1:],
+    ),
+    Mutation("puts", "acquire", "of a wait", _NO_ACQUIRE, "tiles/puts", _PUT_TESTS),
+    Mutation(
+        "puts",
+        "fence",
+        "release of a descriptor",
+        (Edit(_PUTS, 'mask=publishes, sem="release", scope="sys")', 'mask=publishes, sem="relaxed", scope="sys")'),),
+        "tiles/puts",
+        _PUT_TESTS,
+    ),
+    Mutation(
+        "puts",
+        "fence",
+        "the order of a slice and its signal",
+        (
+            Edit(
+                _PUTS,
+                "            tl.store(tl.multiple_of(slot + zero, 16) + index, value, mask=mask)\n"
+                "            put_slice(puts, program, size, peer, program)\n",
+                "            put_slice(puts, program, size, peer, program)\n"
+                "            tl.store(tl.multiple_of(slot + zero, 16) + index, value, mask=mask)\n",
+            ),
+        ),
+        "tiles/puts",
+        _PUT_TESTS,
     ),
     # All-gather + GEMM.
     Mutation(

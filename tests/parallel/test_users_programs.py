@@ -141,6 +141,10 @@ def refusals(sizes: dict[str, int]) -> dict[str, str]:
     try_on("no method", lambda m: register_forward_method(m, "fovard"))
     with compiled_autograd._enable(lambda graph: graph):
         try_on("compiled autograd", lambda _: None)
+    early = chain()
+    optimizer = torch.optim.SGD(early.parameters(), 0.1)
+    parallelize(early, grid)(x).sum().backward()
+    found["optimizer made before"] = message_of(optimizer.step)
     nested = chain()
     for block in nested:
         parallelize(block, grid)
@@ -170,6 +174,7 @@ def test_programs_that_would_be_silently_wrong_are_refused_with_what_to_do(ranks
         assert "cannot become a tensor [2] of torch.float32 by .data" in messages["data of another shape"]
         assert "neither a model that stretto.parallelize has returned nor a block of one" in messages["of no block"]
         assert "has no method 'fovard'; did you mean 'forward'?" in messages["no method"]
+        assert "this SGD was made before stretto.parallelize" in messages["optimizer made before"]
         assert "0.weight of this Sequential is on a grid already" in messages["nested"]
         assert "0.weight of this FSDPSequential is a DTensor" in messages["fully_shard"]
         assert "compiled autograd (torch._dynamo.config.compiled_autograd) cannot" in messages["compiled autograd"]

@@ -216,7 +216,7 @@ def test_the_fastest_comes_first_and_others_explain_their_difference():
         assert "slower than" in plan.why or "as fast as" in plan.why
     one = predict(
         CONFIG, cluster(), grid=plans[3].grid, batch=16, seq_len=1024, micro_batch=plans[3].micro_batch,
-        recompute=plans[3].recompute, reshard=plans[3].reshard,
+        recompute=plans[3].recompute, reshard=plans[3].reshard, shard_sequence=plans[3].shard_sequence,
     )  # fmt: skip
     assert one.step_time == plans[3].step_time
 

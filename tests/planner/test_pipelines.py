@@ -313,7 +313,8 @@ def test_a_search_of_pipelines_ranks_them_with_grids_without_and_replays_the_fir
             options = {name: getattr(plan, name) for name in ("virtual_stages", "limit", "serve_first")}
             again = predicted(
                 grid=plan.grid, micro_batch=plan.micro_batch, recompute=plan.recompute, schedule=plan.schedule,
-                reshard=plan.reshard, extra_warm_up=plan.extra_warm_up or None, **options,
+                reshard=plan.reshard, extra_warm_up=plan.extra_warm_up or None, shard_sequence=plan.shard_sequence,
+                **options,
             )  # fmt: skip
             assert again.step_time == pytest.approx(plan.step_time, rel=1e-9)
             assert again.peak_memory == plan.peak_memory

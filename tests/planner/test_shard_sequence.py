@@ -115,8 +115,8 @@ def search(**options: Any) -> list[GridPlan]:
     return stretto.plan(LARGE, FAST, **{"gpus": 8, "batch": 16, "seq_len": 1024, "cost": "full"} | options)
 
 
-def test_it_is_tried_when_it_is_asked_for_and_never_otherwise():
-    usual, tried, always = search(), search(shard_sequence=None), search(shard_sequence=True)
+def test_it_is_tried_unless_it_is_given():
+    usual, tried, always = search(shard_sequence=False), search(), search(shard_sequence=True)
     assert not any(plan.shard_sequence for plan in usual)
     assert tried[0].step_time <= usual[0].step_time
     of_grid = {str(plan.grid): plan for plan in usual}
@@ -124,6 +124,12 @@ def test_it_is_tried_when_it_is_asked_for_and_never_otherwise():
         assert plan.step_time <= of_grid[str(plan.grid)].step_time
         assert plan.grid["x"] > 1 or not plan.shard_sequence
     assert any(plan.shard_sequence for plan in tried)
+    assert tried[0].shard_sequence
+    grid, size = tried[0].grid, tried[0].micro_batch
+    (note,) = (note for note in tried[0].notes if "shard_sequence" in note)
+    whole, sharded = both(FAST, grid, micro_batch=size, recompute=tried[0].recompute, reshard=tried[0].reshard)
+    assert f"{sharded.step_time:.4g} s and {sharded.peak_memory / 1e9:.3g} GB with" in note
+    assert f"{whole.step_time:.4g} s and {whole.peak_memory / 1e9:.3g} GB without" in note
     for plan in always:
         assert plan.shard_sequence == (plan.is_possible and plan.grid["x"] > 1)
 
@@ -138,24 +144,30 @@ def test_micro_batches_are_those_whose_tokens_x_divides():
         predict(LARGE, FAST, grid={"x": 2}, batch=4, seq_len=129, micro_batch=1, shard_sequence=True)
 
 
-@pytest.mark.parametrize("shards", [True, None])
-def test_a_model_or_a_cost_that_does_not_know_it_is_refused(shards):
-    options = {"gpus": 4, "batch": 4, "seq_len": 16, "cost": "full", "shard_sequence": shards}
+def test_a_model_or_a_cost_that_does_not_know_it_is_refused_or_planned_without():
+    options = {"gpus": 4, "batch": 4, "seq_len": 16, "cost": "full"}
+    whole = GPTConfig(layers=2, hidden=64, heads=4, vocab=64, num_experts=4, experts_per_token=2, balance="sequence")
+    for model, more in ((HUGGING_FACE | {"model_type": "phi3"}, {}), (HUGGING_FACE, {"pipe": 2}), (whole, {})):
+        assert not any(plan.shard_sequence for plan in stretto.plan(model, FAST, **options, **more))
+    assert not any(plan.shard_sequence for plan in search(cost="paper"))
+    options["shard_sequence"] = True
     with pytest.raises(ValueError, match="does not take shard_sequence: its code"):
         stretto.plan(HUGGING_FACE | {"model_type": "phi3"}, FAST, **options)
     with pytest.raises(ValueError, match="does not take shard_sequence in a pipeline, but pipe is 2"):
         stretto.plan(HUGGING_FACE, FAST, pipe=2, **options)
     with pytest.raises(ValueError, match="a choice of cost='full'"):
-        search(cost="paper", shard_sequence=shards)
+        search(cost="paper", shard_sequence=True)
 
 
 def test_the_command_tries_it_and_names_it_as_the_configuration_does(tmp_path):
     FAST.save(tmp_path / "mine.toml")
     (tmp_path / "model.toml").write_text("layers = 10\nhidden = 4096\nheads = 32\nvocab = 4096\n")
     arguments = ["plan", "--model", str(tmp_path / "model.toml"), "--cluster", str(tmp_path / "mine.toml")]
-    arguments += ["--gpus", "8", "--batch", "16", "--seq-len", "1024", "--cost", "full", "--shard-sequence"]
+    arguments += ["--gpus", "8", "--batch", "16", "--seq-len", "1024", "--cost", "full"]
     text = CliRunner().invoke(app, arguments)
     assert text.exit_code == 0, text.output
     assert "+ with train.shard_sequence" in text.output
     plans = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert any(plan["shard_sequence"] for plan in plans)
+    without = json.loads(CliRunner().invoke(app, [*arguments, "--no-shard-sequence", "--json"]).output)
+    assert not any(plan["shard_sequence"] for plan in without)

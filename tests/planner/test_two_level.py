@@ -44,6 +44,11 @@ def test_groups_on_several_nodes_take_the_time_of_both_levels():
     alone = Links(3e-6, 50e9, 20e-6, 25e9)
     expected = min(predict("all_reduce", name, 1e6, 4, 1, alone) for name in ("recursive", "ring"))
     assert seconds("all_reduce", "replicas", 6e6, True, data=4, x=2) == pytest.approx(expected)
+    # gloo's reduce-scatter is an all-reduce, so that "auto" takes two levels for it wherever it would for a sum
+    gloo, scatter = replace(CLUSTER, library="gloo"), ("reduce_scatter", "z", 7e6)
+    assert seconds(*scatter, False, gloo, z=8) == 2 * seconds(*scatter, False, z=8)
+    assert seconds(*scatter, True, gloo, z=8) == seconds(*scatter, True, z=8)
+    assert Links.of_cluster(gloo) == replace(Links.of_cluster(CLUSTER), library_scatters=False)
     # inside a node, for sums over x, and on nodes that are not full, nothing changes
     flat_ones = (("all_gather", "z", {"z": 2}), ("all_reduce", "x", {"x": 4}), ("all_gather", "z", {"z": 5}))
     for kind, group, sizes in flat_ones:

@@ -255,6 +255,16 @@ def refuse_and_go_on(device: str = "cpu") -> list[str]:
         with pytest.raises(ValueError) as error:
             module(bad if rank == 1 else good[0])
         messages.append(str(error.value))
+    ids = torch.zeros(2, 2, dtype=torch.long, device=device)
+    for module, given, bad, kind in (
+        (model.bag, ids, ids[0], ValueError),
+        (model.row, ids, [[0]], TypeError if rank == 1 else ValueError),
+    ):
+        with pytest.raises(kind) as error:
+            module(bad if rank == 1 else given)
+        messages.append(str(error.value))
+    with pytest.raises(ValueError, match="distributed already"):
+        distribute_embeddings(model, Grid(data=ranks, device=device))
     empty = local_part(make_batch(0, 0), 0, 1, device)
     assert model(*empty[:2]).shape == (0,)
     model(*empty[:2]).sum().backward()

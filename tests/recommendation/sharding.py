@@ -39,7 +39,7 @@ def place(kinds: str, world: int) -> TablePlacement:
             "t": [table % world],
             "r": range(min(world, dlrm.CONFIG.rows[table])),
             "c": range(world),
-            "n": range(world - world % 2)[-2:] or [0],
+            "n": (range(world - world % 2)[-2:] or [0])[: dlrm.CONFIG.rows[table]],
             "e": [],
         }[kind]
         for rank in ranks:

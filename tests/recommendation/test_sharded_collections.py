@@ -84,6 +84,8 @@ def test_what_one_rank_is_given_wrongly_all_refuse_by_name_and_go_on(ranks: Make
         "ids are torch.float64",
         "is_weighted=True, so its KeyedJaggedTensor has a weight for each id",
         "the ranks' batches have 6, 2 samples",
+        "takes no offsets",
+        "must be a Tensor",
     ]
     for message, from_other, words in zip(own, other, expected, strict=True):
         assert re.search(words, message)

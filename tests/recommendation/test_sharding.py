@@ -18,10 +18,10 @@ from tests.recommendation import dlrm, sharding
 
 MakeRanks = Callable[[int], Ranks]
 STEPS = 2
-# A letter for each table, of 50, 7, 1, 20, 3 and 11 rows: table, row, column, node, everywhere.
+# A letter for each table, of 50, 7, 1, 20, 3 and 11 rows: table, row, column, node, everywhere; each table has each.
 CASES = [
-    ("rrtrtr", "rowwise-adagrad"), ("ccecce", "adam"), ("enetre", "rowwise-adagrad"), ("crtnec", "full-adagrad"),
-    ("eeeeee", "sgd"), ("trtrrn", "sgd"),
+    ("rtnetr", "rowwise-adagrad"), ("cncrct", "adam"), ("ertnen", "rowwise-adagrad"), ("tcecrc", "full-adagrad"),
+    ("nertne", "sgd"),
 ]  # fmt: skip
 
 

@@ -102,6 +102,9 @@ def test_a_descriptor_follows_the_barrier_and_its_first_word_is_a_release():
         assert events[at - 3 : at] == ["st.global.b64"] * 3
         assert events[at - 4] == "bar.sync"
     assert "st.global.v4.b32" in events  # slots are written in whole words
+    waits = [each for each in re.findall(r"(?:ld|atom)\.\S*sys\S*b32", ptx) if "exch" not in each]
+    assert len(waits) >= 4  # for a credit and a slice, each at first and again
+    assert all("acquire" in wait for wait in waits), waits
 
 
 @triton.jit

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size
 from stretto.bench.settings import NetworkSetting
-from stretto.memory import HostMemory, allocate
+from stretto.memory import Backoff, HostMemory, allocate
 from stretto.memory.network.descriptors import Fifo
 from stretto.memory.network.endpoint import PROXY_VARIABLE
 from stretto.memory.network.native import NativeProxy
@@ -150,7 +150,7 @@ class PutStream:
         """Seconds to put and to receive so many slices, at once, in slots that the peer gives back."""
         memory, peer = self.memory, self.peer
         sent, taken = self.sent + count, self.taken + count
-        started = time.perf_counter()
+        backoff, started = Backoff(memory.pause), time.perf_counter()
         while self.sent < sent or self.taken < taken:
             if self.sent < sent and memory.has_reached(peer, 1, self.sent + 1 - IN_FLIGHT):
                 slot = self.sent % IN_FLIGHT * size
@@ -160,7 +160,9 @@ class PutStream:
                 self.taken += 1
                 memory.signal(peer, 1)
             else:
-                time.sleep(2e-5)
+                backoff.pause()
+                continue
+            backoff.reset()
         memory.wait(peer, 1, sent, _TIMEOUT)
         return time.perf_counter() - started
 
@@ -186,8 +188,7 @@ class PutStream:
                 memory.put(peer, 0, 8, 8, 2)
             else:
                 self.bounced += 1
-                while not memory.has_reached(peer, 2, self.bounced):
-                    os.sched_yield()  # sleep(0) does not leave the core to the proxy
+                memory.wait(peer, 2, self.bounced, _TIMEOUT)
         return time.perf_counter() - started
 
 

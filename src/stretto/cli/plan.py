@@ -76,8 +76,7 @@ def plan(
     sparsity: Annotated[
         float | None,
         _in_step(
-            help="As train.sparsity: part of linears' weights that is pruned; state is on the device unless "
-            "--optimizer-state says otherwise."
+            help="As train.sparsity: part of weights that is pruned; state is on the device, or by --optimizer-state."
         ),
     ] = None,
     clip: Annotated[bool | None, _in_step(help="Whether gradients are clipped.")] = None,
@@ -96,9 +95,7 @@ def plan(
         str | None,
         _in_step(help=f"As train.reshard: {option_help('reshard')} (default: after_backward or after_forward)."),
     ] = None,
-    shard_sequence: Annotated[
-        bool, _in_step("--shard-sequence", help="Also try train.shard_sequence on grids with x > 1.")
-    ] = False,
+    shard_sequence: Annotated[bool | None, _in_step(help="As train.shard_sequence (default: searched).")] = None,
     two_level: Annotated[
         str | None,
         _in_step(
@@ -198,6 +195,7 @@ def plan(
             "dtype": dtype,
             "optimizer": optimizer,
             "reshard": reshard,
+            "shard_sequence": shard_sequence,
             "clips": clip,
             "expert": expert,
             "expert_tensor": expert_tensor,
@@ -233,7 +231,6 @@ def plan(
         options: dict[str, Any] = {
             "micro_batch": micro_batch,
             "memory": "auto" if is_auto else None,
-            "shard_sequence": None if shard_sequence else False,
             "overlaps": overlap,
         } | {name: value for name, value in asked.items() if name != "model"}
         if cost not in ("full", "paper", "simulated"):
@@ -406,6 +403,7 @@ def read_workload(path: Path) -> dict[str, Any]:
     is_searched = not (execution.gathers_once or execution.scatters_once)
     return (
         ({"recompute": run.recompute} if "recompute" in run.model_fields_set else {})
+        | ({"shard_sequence": run.shard_sequence} if "shard_sequence" in run.model_fields_set else {})
         | ({} if is_searched else {"reshard": run.reshard})
         | {
             "model": config.model.to_gpt(data_vocab=256, seq_len=run.seq_len) if folder is None else folder,

@@ -38,6 +38,7 @@ class Cluster:
     nodes: int | None = field(default=None, metadata=figure(Kind.COUNT))  # None: not limited
     gpus_per_node: int = field(metadata=figure(Kind.COUNT))
     nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
+    library: str | None = field(default=None, metadata=figure(Kind.TEXT))  # of collectives; None: as good as NCCL
     host_memory: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes a node"))
     in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
     matmuls: tuple[Matmul, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Matmul))

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -153,6 +153,26 @@ def choose_nics(
             raise ValueError(f"there is no GPU at the PCI address {address!r}; {suggest(address, tuple(near))}")
     own = list(gpus or near)
     return tuple(near[own[rank % len(own)]] for rank in range(ranks))
+
+
+@contextmanager
+def pinned_near(interface: str, sysfs: Path = SYSFS) -> Iterator[None]:
+    """Pin the calling thread, and so those that it starts meanwhile, to the CPUs near a network interface.
+
+    Nothing happens where these are unknown, and in a process that is pinned already, by a launcher for example.
+    """
+    text = _read(sysfs / "class" / "net" / interface / "device" / "local_cpulist")
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",") if re.fullmatch(r"\d+(-\d+)?", part)]
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    near = allowed & {cpu for part in ends for cpu in range(part[0], part[-1] + 1)}
+    if not near or len(allowed) != os.cpu_count():
+        yield
+        return
+    os.sched_setaffinity(0, near)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def _share(gpus: Sequence[PciDevice], nics: Sequence[Nic]) -> list[Nic]:

@@ -31,7 +31,8 @@ class Links:
     in_node_bandwidth: what one rank sends to others of its node while all of them do. node_bandwidth: what one node
     sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, are attached to one
     switch (None: all); oversubscription: how many times more these could send to other switches than the links there
-    carry. Raises ValueError for a figure that is negative, or not positive where it must be.
+    carry. library_scatters: False where the library's reduce-scatter sends as much as an all-reduce, as gloo's does.
+    Raises ValueError for a figure that is negative, or not positive where it must be.
     """
 
     in_node_latency: float
@@ -40,6 +41,7 @@ class Links:
     node_bandwidth: float
     leaf_nodes: int | None = None
     oversubscription: float = 1.0
+    library_scatters: bool = True
 
     def __post_init__(self) -> None:
         for name in ("in_node_latency", "latency"):
@@ -63,6 +65,7 @@ class Links:
             in_node_bandwidth=cluster.require("in_node.bandwidth"),
             latency=cluster.between_nodes.latency or TYPICAL.latency,
             node_bandwidth=cluster.inter_node_bandwidth or between,
+            library_scatters=cluster.library != "gloo",
         )
 
     def slowdown(self, distance: int, nodes: int) -> float:
@@ -107,9 +110,12 @@ def predict(
     slower level then hides the other but for the first part (of an all-reduce, the first and the last).
     """
     trips = 2 if collective == "all_reduce" else 1
+    is_flat = algorithm == "flat" or nodes == 1
+    if is_flat and collective == "reduce_scatter" and not links.library_scatters:
+        trips = 2
     if not shard_bytes or nodes * size == 1:
         return 0.0
-    if algorithm == "flat" or nodes == 1:
+    if is_flat:
         return trips * _flat(shard_bytes, nodes, size, links)
     part = shard_bytes / parts
     between = sum(

@@ -25,7 +25,7 @@ NAME = "stretto_context"
 LAYERS = ("full_attention", "sliding_attention", "attention", "moe", "mlp")
 """The kinds of layers, in `config.layer_types`, that attend by transformers' interface, or see each token alone."""
 
-_LINEAR_LAYERS = ("linear_attention", "mamba", "hybrid", "conv")
+LINEAR_LAYERS = ("linear_attention", "mamba", "hybrid", "conv")
 """The kinds of layers that may carry a state along the sequence."""
 
 _DEPENDS_ON_LENGTH = ("dynamic", "longrope")
@@ -62,7 +62,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     """Say why the sequences of a transformers model cannot be cut; None if they can. parameters: of its forward."""
     kind, attentions, linear = type(unwrap(model)).__name__, attentions_of(model), linear_attentions_of(model)
     layers = count_layers(model)
-    known = _LINEAR_LAYERS if linear and sum(layers[each] for each in _LINEAR_LAYERS) <= len(linear) else ()
+    known = LINEAR_LAYERS if linear and sum(layers[each] for each in LINEAR_LAYERS) <= len(linear) else ()
     others = sorted(layers.keys() - {*LAYERS, *known})
     if adapters := sorted(map(str, _adapters_of_whole_sequences(model))):
         return (
@@ -78,7 +78,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
         return why
     if len({getattr(module, "is_causal", True) for module in attentions}) > 1:
         return f"{kind} has both causal and other attention"
-    if any(_drops(module) for module in attentions):
+    if any(drops_weights(module) for module in attentions):
         return f"{kind} has dropout of attention's weights (attention_dropout, attn_pdrop); 0 would do"
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return f"the forward of {kind} hands attention no further arguments (**kwargs)"
@@ -101,20 +101,28 @@ def refusal_of_attention(model: Any, parameters: Collection[str]) -> str | None:
     states = {id(part) for layer in linear for part in layer.modules()}
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     ropes = {str(each.get("rope_type")) for each in (rope, *rope.values()) if isinstance(each, dict)}
-    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
-        return f"{kind} has several inputs (an encoder's, or pictures), of which only one is taken yet"
-    if not attentions + linear or (attentions and not model._can_set_attn_implementation()):
-        return f"the attention of {kind} does not go through transformers' attention interface"
+    if (why := refusal_of_interface(model)) is not None:
+        return why
     if any(isinstance(module, nn.Conv1d | nn.Conv2d) and id(module) not in states for module in model.modules()):
         return f"{kind} has convolutions over its sequences"
-    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
-        return f"{kind} caps its attention's logits; attn_logit_softcapping=None would do"
     if found := ropes & set(_DEPENDS_ON_LENGTH):
         return f"{kind}'s rotary embedding, {', '.join(sorted(found))}, depends on the length of what it sees at once"
-    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
-        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     if attentions and "position_ids" not in parameters:
         return f"the forward of {kind} takes no position_ids"
+    return None
+
+
+def refusal_of_interface(model: Any) -> str | None:
+    """Say why a transformers model's attention cannot be replaced by its interface; None if it can."""
+    config, kind, attentions = model.config, type(unwrap(model)).__name__, attentions_of(model)
+    if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is not config:
+        return f"{kind} has several inputs (an encoder's, or pictures), of which only one is taken yet"
+    if not attentions + linear_attentions_of(model) or (attentions and not model._can_set_attn_implementation()):
+        return f"the attention of {kind} does not go through transformers' attention interface"
+    if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
+        return f"{kind} caps its attention's logits; attn_logit_softcapping=None would do"
+    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
+        return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     return None
 
 
@@ -132,7 +140,7 @@ def _adapters_of_whole_sequences(model: nn.Module) -> set[Any]:
 _ADAPTERS_OF_SEQUENCES = ("ADAPTION_PROMPT", "XLORA")
 
 
-def _drops(module: nn.Module) -> bool:
+def drops_weights(module: nn.Module) -> bool:
     found = (getattr(module, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
     return any((getattr(each, "p", each) or 0.0) > 0 for each in found)
 
@@ -174,6 +182,10 @@ def refusal_of_default_positions(model: nn.Module, given: Mapping[str, Any]) -> 
     return None
 
 
+class PaddingWithinError(ValueError):
+    """Padding between tokens of one row."""
+
+
 class Documents(NamedTuple):
     """Documents of packed rows, on the CPU; None where each row is one.
 
@@ -205,7 +217,7 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
         begins.view(-1)[starts[starts < rows * length]] = True
     elif isinstance(positions, Tensor) and mask is None and is_causal(model):  # else transformers looks for none
         begins[:, 1:] |= (positions.diff(dim=1) != 1).cpu()
-        if int(begins.sum()) > rows and (reason := _ignores_positions(model, given)):
+        if int(begins.sum()) > rows and (reason := ignores_positions(model, given)):
             raise ValueError(
                 f"position_ids begin anew within a row, as those of packed documents do, but {reason}: plain "
                 "transformers would attend across them, and context does not. Give documents as cu_seq_lens_q, or "
@@ -220,7 +232,7 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
         mask = mask.bool().cpu()
         changes = mask[:, 1:] != mask[:, :-1]
         if ((changes & mask[:, 1:]).sum(1) + mask[:, 0] > 1).any():
-            raise ValueError(
+            raise PaddingWithinError(
                 "attention_mask has padding between tokens of one row: context takes it before or after them"
             )
         begins[:, 1:] |= changes
@@ -234,10 +246,10 @@ def ignores_documents(model: nn.Module) -> str | None:
     """Why a model in training would mix documents that its positions alone tell apart; None if it does not."""
     if linear_attentions_of(model):
         return "its linear attention passes states from one to the next"
-    return None if not is_causal(model) else _ignores_positions(model, {"use_cache": False})
+    return None if not is_causal(model) else ignores_positions(model, {"use_cache": False})
 
 
-def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
+def ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     """Why plain transformers does not look for documents in the positions of such a call; None if it does."""
     inner = unwrap(model)
     forwards = {inspect.unwrap(type(module).forward) for module in inner.modules()}
@@ -253,16 +265,34 @@ def _ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None
 @functools.cache
 def _makes_masks_of_positions(forward: Callable[..., Any]) -> bool:
     """True if the code of a model's forward hands position_ids to transformers' functions that make causal masks."""
-    if not any("causal_mask" in name for name in getattr(getattr(forward, "__code__", None), "co_names", ())):
+    own = getattr(forward, "__code__", None)
+    codes = (own, *filter(inspect.iscode, own.co_consts)) if own is not None else ()  # a lambda may make them
+    if not any("causal_mask" in name for code in codes for name in code.co_names):
         return False
-    try:
-        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
-    except OSError:  # it has no file
+    if (nodes := _parse(forward)) is None:
         return True
     # In a call by keywords, or in a dict of these.
     calls = ([each.arg for each in node.keywords] for node in nodes if isinstance(node, ast.Call))
     dicts = ([getattr(key, "value", None) for key in node.keys] for node in nodes if isinstance(node, ast.Dict))
     return any({"config", "attention_mask", "position_ids"} <= {*names} for names in (*calls, *dicts))
+
+
+def _parse(forward: Callable[..., Any]) -> list[ast.AST] | None:
+    """The nodes of a function's code; None if it cannot be read."""
+    try:
+        return list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
+    except (OSError, TypeError, SyntaxError):  # without a file; a docstring that is not indented
+        return None
+
+
+@functools.cache
+def hands_arguments_on(forward: Callable[..., Any], part: str) -> bool:
+    """True if the code of a module's forward calls `self.part` with **kwargs."""
+    calls = (node for node in _parse(forward) or () if isinstance(node, ast.Call))
+    names = {
+        getattr(each.func, "attr", None) for each in calls if any(keyword.arg is None for keyword in each.keywords)
+    }
+    return part in names
 
 
 def count_expanded(model: nn.Module) -> int:
@@ -317,10 +347,10 @@ def _register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, make_no_mask)
 
 
-def _no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
+def make_no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
     """No mask: attention is told of windows and documents. ValueError for a mask that a model computes itself."""
     if use_vmap:
         raise ValueError(f"{_OWN_MASK}, such as one that lets the tokens of a picture attend to each other")

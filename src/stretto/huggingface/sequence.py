@@ -5,6 +5,7 @@ its part of the tokens. Embeddings, masks, rotary tables, final norm, head and l
 Attention reads its input's shape, so it gets a stand-in of the whole shape, in whose place its linears gather the part.
 """
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -47,6 +48,14 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList)
+
+
+def changes_in_place(attention: nn.Module) -> bool:
+    """True if an attention's code changes tensors in place, as OLMoE's clips queries, keys and values: autograd lets it
+    not do so to parts of one product."""
+    names = inspect.unwrap(type(attention).forward).__code__.co_names
+    clips = getattr(getattr(attention, "config", None), "clip_qkv", True) is not None
+    return clips and any(name.endswith("_") and not name.endswith("__") for name in names)
 
 
 def shard_between_blocks(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.cluster.host_memory import check_room
 from stretto.huggingface.attention.paged_attention import refusal_of_decoding
@@ -41,7 +41,9 @@ class Engine:
     while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
     size of a batch that only decodes, and for a whole chunk of a single prompt. invariant: True refuses a model that
     `parallelize(..., invariant=True)` has not made so, whose log-probabilities have the same bits in every batch, with
-    every chunk and on every grid (None: as the model is).
+    every chunk and on every grid (None: as the model is). divide_from: steps of at least so many tokens divide them
+    over x between products, which gather and scatter them, in place of summing on every rank ("auto": from the number
+    on from which this is measured to be faster, on GPUs; None: never).
 
     Ranks of x compute parts of the same requests and must make the same calls; ranks of data have requests of their
     own. Where experts are divided over data, these step together, and so must call `step`, or `generate`, equally
@@ -61,8 +63,10 @@ class Engine:
         page: int = 16,
         capture: bool = True,
         invariant: bool | None = None,
+        divide_from: int | str | None = "auto",
     ) -> None:
-        sizes = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
+        sizes: dict[str, Any] = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
+        sizes |= {} if divide_from in (None, "auto") else {"divide_from": divide_from}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}, but must be a positive integer; 1 is the least")
@@ -78,7 +82,8 @@ class Engine:
                 )
         if state.options.shard_sequence:
             raise ValueError(
-                "shard_sequence is on, but the tokens of a step are any number; shard_sequence=False would do"
+                "shard_sequence is on, but an engine divides tokens by itself (`divide_from`); shard_sequence=False "
+                "would do"
             )
         self.is_invariant = state.options.invariant
         if invariant is not None and invariant != self.is_invariant:
@@ -97,7 +102,7 @@ class Engine:
         self._pages = cache_tokens // page
         self._cache_tokens = self._pages * page
         self._longest = min(self._cache_tokens, limit or self._cache_tokens)
-        self._limit = limit
+        self._limit, self._chunk = limit, chunk
         self._stop = _stop_tokens(model)
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         part = VocabularyPart(0, self.vocab, NO_GROUP)
@@ -130,6 +135,7 @@ class Engine:
         self._check_room(sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size(), page)
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         fuser.fuse()
+        self._divide_tokens(fuser, divide_from, like)
         self._runner.allocate(shapes, like, self._pages + 1)
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
         is_staged = shared_gpus.is_enabled() and grid.size("stage") > 1
@@ -137,6 +143,22 @@ class Engine:
         waits = _waits_for_counts(model) and not self._few.limit
         self._runner.is_captured = capture and grid.device.type == "cuda" and not is_staged and not waits
         self._batches = _batch_sizes(max_batch)
+
+    @torch.no_grad()
+    def _divide_tokens(self, fuser: BlockFuser, least: int | str | None, like: Tensor) -> None:
+        """Have steps of at least so many tokens divide them over x; "auto": of as many as is measured to be faster."""
+        can_divide = fuser.can_divide and self.grid.size("x") > 1 and not self.is_invariant
+        if isinstance(least, int):
+            if not can_divide:
+                raise ValueError(
+                    f"divide_from is {least}, but this model's tokens are not divided: that takes x > 1, blocks of "
+                    "Llama's form without experts, no engine of this model before, and invariant=False; "
+                    "divide_from=None would do"
+                )
+            fuser.tokens.least = least
+        elif least == "auto" and can_divide and like.is_cuda and not shared_gpus.is_enabled():
+            sizes = [1 << power for power in range(8, self._chunk.bit_length())]
+            fuser.tokens.least = fuser.measure(sizes, like)
 
     def _check_room(self, token_bytes: int, page: int) -> None:
         """ValueError if this rank has no memory for the cache. token_bytes: of a token, of all layers."""

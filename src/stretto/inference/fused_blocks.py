@@ -4,15 +4,17 @@
 - Linears of one input (queries, keys and values; gate and up) become one product: their weights are laid out one after
   another, and each parameter becomes a view of its part, so that weights that are loaded later are seen.
 - In blocks of Llama's form, the product that ends attention or the MLP, its sum over x, the residual and the next norm
-  are `ops.matmul_all_reduce_norm`.
+  are `ops.matmul_all_reduce_norm`. Where all blocks are fused so, steps of many tokens may divide these over x instead
+  (`TokenDivision`).
 
 What may be fused is seen in one pass of the model (`watch`): which linears got one and the same input, whether the
 attention and the MLP of a block return what a rowwise linear returned, and which norm takes a block's output. What a
 model's code computes in some other way stays as it is.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -21,9 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_block
+from stretto.inference.divided_tokens import TokenDivision
 from stretto.ops import matmul_all_reduce_norm
+from stretto.ops.confirmation import measure_choices
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_leaves
 from stretto.ops.moe import gated_activation
+from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
@@ -39,6 +44,7 @@ class BlockFuser:
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, fuses_gates: bool = True) -> None:
         self._group = group
         self._fuses_gates = fuses_gates
+        self.tokens, self.can_divide = TokenDivision(group), False
         self._linears = [module for module in model.modules() if _is_plain_linear(module)]
         self._norms = [module for module in model.modules() if _is_plain_norm(module)]
         self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
@@ -71,8 +77,11 @@ class BlockFuser:
             both = joined.get(mlp.gate_proj)
             if self._fuses_gates and both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
                 _fuse_gate(mlp, both)
-        for block in self._blocks:
-            self._fuse_block(block)
+        fused = [fused for block in self._blocks if (fused := self._fuse_block(block, joined)) is not None]
+        self.can_divide = len(fused) == len(self._blocks) > 0 and all(each.can_divide for each in fused)
+        if self.can_divide:
+            fused[0].is_first = fused[-1].is_last = True
+            self._first = fused[0]
         self._inputs.clear()
         self._outputs.clear()
 
@@ -81,32 +90,46 @@ class BlockFuser:
         for module, x in self._inputs.items():  # in the order of their calls
             if isinstance(module, ParallelLinear) and not module.plan.is_rowwise and not module.plan.is_transposed:
                 groups.setdefault(id(x), []).append(module)
-        return [JoinedWeights(group) for group in groups.values() if len(group) > 1 and _can_join(group)]
+        return [JoinedWeights(group, self.tokens) for group in groups.values() if len(group) > 1 and _can_join(group)]
 
-    def _fuse_block(self, block: Any) -> None:
+    def _fuse_block(self, block: Any, joined: "Mapping[Any, JoinedWeights]") -> "_FusedBlock | None":
         end, inner = (self._last_linear(part) for part in (block.self_attn, block.mlp))
         norm = block.post_attention_layernorm
         next_norm = next((each for each in self._norms if self._inputs.get(each) is self._outputs.get(block)), None)
         if block not in self._outputs or end is None or norm not in self._norms:
-            return
-        attention = _EndOfBlock(end, norm, self._group)
-        mlp = None if inner is None or next_norm is None else _EndOfBlock(inner, next_norm, self._group)
-        own = block.forward
+            return None
+        attention = _EndOfBlock(end, norm, self._group, self.tokens)
+        mlp = None if inner is None or next_norm is None else _EndOfBlock(inner, next_norm, self._group, self.tokens)
+        fused = _FusedBlock(block, attention, mlp, self.tokens)
+        if mlp is not None and inner is not None:
+            fused.joined = self._find_reader(block.self_attn, block.input_layernorm, end, joined)
+            fused.can_divide = None not in (fused.joined, self._find_reader(block.mlp, norm, inner, joined))
+        return fused
 
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            if args:
-                return own(hidden_states, *args, **kwargs)
-            normed = block.input_layernorm(hidden_states)
-            with attention.left_out():
-                attended = block.self_attn(hidden_states=normed, **kwargs)[0]
-            normed, residual = attention.finish(attended, hidden_states)
-            if mlp is None:
-                return residual + block.mlp(normed)
-            with mlp.left_out():
-                activated = block.mlp(normed)
-            return mlp.finish_for_next(activated, residual)
+    def _find_reader(
+        self, module: nn.Module, norm: nn.Module, end: nn.Module, joined: "Mapping[Any, JoinedWeights]"
+    ) -> "JoinedWeights | None":
+        """The joined weights by whose product alone a module reads its input, a norm's output; None: not so."""
+        read = [each for each in module.modules() if any(one.dim() > 1 for one in each.parameters(recurse=False))]
+        both = next((joined[each] for each in read if each in joined), None)
+        if both is None or {*read} != {*both.linears, end}:
+            return None
+        known = self._outputs.get(norm)
+        return both if all(self._inputs.get(each) is known for each in both.linears) else None
 
-        block.forward = forward
+    def measure(self, sizes: Sequence[int], like: Tensor) -> int | None:
+        """The least of these numbers of tokens from which on dividing them is faster in each; None: in none.
+
+        By the products of a block, on the slowest rank; like: of the dtype and device. Collective, on GPUs.
+        """
+        least = None
+        for tokens in sorted(sizes, reverse=True):
+            runs = [partial(self._first.multiply, like, tokens, divides=divides) for divides in (False, True)]
+            seconds = measure_choices(runs, self._group.group_name, like.device)
+            if seconds is None or seconds[1] >= seconds[0]:
+                break
+            least = tokens
+        return least
 
     def _last_linear(self, module: nn.Module) -> ParallelLinear | None:
         """The rowwise linear whose output is a module's."""
@@ -115,11 +138,63 @@ class BlockFuser:
         return None if output is None else next(found, None)
 
 
+class _FusedBlock:
+    """A block of Llama's form, whose forward pass it replaces.
+
+    joined: of queries, keys and values. can_divide: see `TokenDivision`.
+    """
+
+    def __init__(self, block: Any, attention: "_EndOfBlock", mlp: "_EndOfBlock | None", tokens: TokenDivision) -> None:
+        self._block, self._attention, self._mlp, self._tokens = block, attention, mlp, tokens
+        self._own = block.forward
+        self.joined: JoinedWeights | None = None
+        self.can_divide = self.is_first = self.is_last = False
+        block.forward = self.forward
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """What the block returns: the residual, or, of all blocks but the last, this rank's part of it."""
+        block, attention, mlp, tokens = self._block, self._attention, self._mlp, self._tokens
+        if args:
+            return self._own(hidden_states, *args, **kwargs)
+        if self.is_first:
+            hidden_states = tokens.begin(hidden_states)
+        normed = self._input_of(block.input_layernorm(hidden_states))
+        with attention.left_out():
+            attended = block.self_attn(hidden_states=normed, **kwargs)[0]
+        normed, residual = attention.finish(attended, hidden_states)
+        if mlp is None:
+            return residual + block.mlp(normed)
+        with mlp.left_out():
+            activated = block.mlp(self._input_of(normed))
+        normed, residual = mlp.finish(activated, residual)
+        if self.is_last and tokens.is_dividing:
+            residual = tokens.stand_in(residual)
+            normed = tokens.end(normed)
+        return mlp.keep_for_next(normed, residual)
+
+    def multiply(self, like: Tensor, tokens: int, *, divides: bool) -> None:
+        """The products of the block, without attention, on so many tokens of zeros."""
+        assert self.joined is not None
+        assert self._mlp is not None
+        hidden, attended = (like.new_zeros(1, tokens, features) for features in self._attention.features)
+        least, self._tokens.least = self._tokens.least, 1 if divides else None
+        hidden = self._tokens.begin(hidden)
+        self._tokens.least = least
+        self.joined.multiply(self._input_of(hidden))
+        normed, residual = self._attention.finish(attended, hidden)
+        with self._mlp.left_out():
+            self._mlp.finish(self._block.mlp(self._input_of(normed)), residual)
+        self._tokens.is_dividing = False
+
+    def _input_of(self, normed: Tensor) -> Tensor:
+        return self._tokens.stand_in(normed) if self._tokens.is_dividing else normed
+
+
 class JoinedWeights:
     """Linears of one input, as one product. Called for the first of them, it keeps the others' parts."""
 
-    def __init__(self, linears: Sequence[ParallelLinear]) -> None:
-        self.linears = list(linears)
+    def __init__(self, linears: Sequence[ParallelLinear], tokens: TokenDivision) -> None:
+        self.linears, self._tokens = list(linears), tokens
         self._is_invariant = linears[0].plan.is_invariant
         parts = [local(linear.weight) for linear in self.linears]
         self._sizes = [len(part) for part in parts]
@@ -138,6 +213,8 @@ class JoinedWeights:
 
     def multiply(self, x: Tensor) -> Tensor:
         """All of them, one after another in the last dim."""
+        if (part := self._tokens.find_part(x)) is not None:
+            return self._tokens.gather_multiply(part, self._weight, self._bias)
         rows = x.flatten(0, -2)
         if self._is_invariant or not is_for_streaming(rows, self._weight):
             return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
@@ -158,8 +235,10 @@ class JoinedWeights:
 class _EndOfBlock:
     """The rowwise linear that ends attention or an MLP, with the residual and the norm after it."""
 
-    def __init__(self, linear: ParallelLinear, norm: ParallelNorm, group: dist.ProcessGroup) -> None:
-        self._linear, self._norm, self._group = linear, norm, group
+    def __init__(
+        self, linear: ParallelLinear, norm: ParallelNorm, group: dist.ProcessGroup, tokens: TokenDivision
+    ) -> None:
+        self._linear, self._norm, self._group, self._tokens = linear, norm, group, tokens
         self._is_left_out = False
         self._normed: tuple[Tensor, Tensor] | None = None
         own, own_norm = linear.forward, norm.forward
@@ -181,6 +260,12 @@ class _EndOfBlock:
         finally:
             self._is_left_out = False
 
+    @property
+    def features(self) -> tuple[int, int]:
+        """Of the linear's output and of its input here."""
+        out, features = local(self._linear.weight).shape
+        return (features, out) if self._linear.plan.is_transposed else (out, features)
+
     def finish(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(the norm of the new residual, the new residual) of the linear's input and the residual."""
         linear, norm = self._linear, self._norm
@@ -189,23 +274,31 @@ class _EndOfBlock:
         norm_weight = local(norm.weight)
         # An invariant norm rounds its weights, as a trainer does those that it keeps in fp32.
         dtype = x.dtype if norm.is_invariant else norm_weight.dtype
+        weight = weight.t() if linear.plan.is_transposed else weight
+        bias = None if linear.bias is None else _bias_of(linear)
+        norm_weight, norm_bias = norm_weight.to(dtype), None if norm.bias is None else local(norm.bias).to(dtype)
+        kind, eps = "layer" if norm.is_centred else "rms", norm._eps_of(x)
+        if self._tokens.is_dividing:
+            total = self._tokens.multiply_scatter(x, weight, bias)
+            operands = NormOperands(None, residual[0].contiguous(), norm_weight, norm_bias)
+            normed, added = add_norm(total, operands, Norm(kind, eps, norm.weight_offset))
+            return normed[None], added[None]
         return matmul_all_reduce_norm(
             x.contiguous(),
-            weight.t() if linear.plan.is_transposed else weight,
+            weight,
             residual.contiguous(),
-            norm_weight.to(dtype),
+            norm_weight,
             self._group,
-            eps=norm._eps_of(x),
-            norm="layer" if norm.is_centred else "rms",
-            bias=None if linear.bias is None else _bias_of(linear),
-            norm_bias=None if norm.bias is None else local(norm.bias).to(dtype),
+            eps=eps,
+            norm=kind,
+            bias=bias,
+            norm_bias=norm_bias,
             offset=norm.weight_offset,
             invariant=norm.is_invariant,
         )
 
-    def finish_for_next(self, x: Tensor, residual: Tensor) -> Tensor:
+    def keep_for_next(self, normed: Tensor, added: Tensor) -> Tensor:
         """The new residual, of which the norm that takes it knows its output already."""
-        normed, added = self.finish(x, residual)
         self._normed = added, normed
         return added
 

@@ -16,6 +16,7 @@ Kernels that do have atomic additions may use these counters too, with their own
 import os
 import platform
 import secrets
+import time
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -255,7 +256,7 @@ class HostMemory(SymmetricMemory):
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
         """Poll until `peer`'s counter `index` has reached `target`. PeerError on a time-out or if the peer died."""
-        backoff = Backoff()
+        backoff = self._make_backoff(peer)
         while not self.has_reached(peer, index, target):
             waited = backoff.pause()
             ended = waited > _SECONDS_BEFORE_ASKING and self.has_ended(peer)
@@ -268,6 +269,17 @@ class HostMemory(SymmetricMemory):
                     f"rank {self.rank} of {self.world_size} waits for signal {index} of rank {peer} to reach "
                     f"{target & MASK}: it is at {self.seen(peer, index)}, and {why}"
                 )
+
+    def _make_backoff(self, peer: int) -> Backoff:
+        """Pauses of a wait for a peer: for one that puts as long as a native proxy's, which a put ends."""
+        constant = None
+        if self.endpoint is not None and self._reach[peer] is Reach.PUTS:
+            constant = self.endpoint.proxy.LONGEST_PAUSE
+        return Backoff(self.pause, constant)
+
+    def pause(self, seconds: float) -> None:
+        """Wait at most so many seconds, with a native proxy until a put has come, which this thread then receives."""
+        (time.sleep if self.endpoint is None else self.endpoint.proxy.pause)(seconds)
 
     def close(self) -> None:
         """Release the memory, once what was put from it has arrived."""

@@ -28,6 +28,7 @@ from stretto.memory.symmetric import PeerError
 T = TypeVar("T")
 MAX_BYTES = 1 << 26
 """The longest message of one rank, 64 MiB: lists of a large model's tensors take a few."""
+_FIRST_BYTES = 512  # of each message that are sent with its length: most are shorter
 MAX_DEPTH = 64
 """Of containers in each other."""
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
@@ -43,14 +44,19 @@ def all_gather_data(value: T, group: dist.ProcessGroup | None = None, kind: Any 
     """
     packed, ranks = pack(value), dist.get_world_size(group)
     device = _device(group)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(lengths, torch.tensor([packed.numel()], device=device), group=group)
-    sizes = [_check_length(int(length), rank) for rank, length in enumerate(torch.cat(lengths).tolist())]
-    longest = max(sizes)
-    received = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    own = torch.nn.functional.pad(packed, (0, longest - packed.numel())).to(device)
-    dist.all_gather(received, own, group=group)
-    return [_read(data[:size], rank, kind) for rank, (data, size) in enumerate(zip(received, sizes, strict=True))]
+
+    def gather(own: Tensor, size: int) -> list[Tensor]:
+        received = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(ranks)]
+        dist.all_gather(received, torch.nn.functional.pad(own, (0, size - own.numel())).to(device), group=group)
+        return [each.cpu() for each in received]
+
+    length = torch.tensor([packed.numel()]).view(torch.uint8)
+    heads = gather(torch.cat((length, packed[:_FIRST_BYTES])), len(length) + _FIRST_BYTES)
+    sizes = [_check_length(int(head[: len(length)].view(torch.int64)), rank) for rank, head in enumerate(heads)]
+    texts = [head[len(length) :] for head in heads]
+    if (rest := max(sizes) - _FIRST_BYTES) > 0:
+        texts = [torch.cat(both) for both in zip(texts, gather(packed[_FIRST_BYTES:], rest), strict=True)]
+    return [_read(text[:size], rank, kind) for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))]
 
 
 def broadcast_data(value: T, group: dist.ProcessGroup | None = None, kind: Any = Any) -> T:

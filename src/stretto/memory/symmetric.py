@@ -87,9 +87,13 @@ def has_reached(seen: int, target: int) -> bool:
 
 
 class Backoff:
-    """Pauses between polls that grow from 0 to 1 ms until `reset`: the rank that is waited for may need this core."""
+    """Pauses between polls that grow from 0 to 1 ms until `reset`: the rank that is waited for may need this core.
 
-    def __init__(self) -> None:
+    sleep: what pauses, given the seconds; constant: of all pauses, where whatever is waited for ends them.
+    """
+
+    def __init__(self, sleep: Callable[[float], None] = time.sleep, constant: float | None = None) -> None:
+        self._sleep, self._constant = sleep, constant
         self.reset()
 
     def reset(self) -> None:
@@ -104,12 +108,12 @@ class Backoff:
         if self._since is None:
             self._since = now
         self._looks += 1
-        if self._looks <= _LOOKS_AT_ONCE:
-            time.sleep(0)
+        if self._looks <= _LOOKS_AT_ONCE and self._constant is None:
+            self._sleep(0)
             return now - self._since
         wait = counters.begin_wait("a peer") if counters.current_name() == 0 else None
         try:
-            time.sleep(self._pause)
+            self._sleep(self._constant or self._pause)
         finally:
             counters.end_wait(wait)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

@@ -173,6 +173,12 @@ class GPTConfig:
         return BALANCES[self.balance] if self.balance_loss is None else self.balance_loss
 
     @property
+    def balances_sequences(self) -> bool:
+        """True if there is a balance loss over each sequence, of which then no rank may have a part."""
+        is_of_sequences = self.balance == "sequence" or (self.balance == "bias" and self.balance_coefficient > 0)
+        return self.num_experts is not None and is_of_sequences
+
+    @property
     def moe_blocks(self) -> tuple[int, ...]:
         """The numbers of the blocks that have a mixture of experts, from 0; () without `num_experts`."""
         if self.num_experts is None:

@@ -6,6 +6,7 @@ What it needs is imported when it is called, so that importing it imports neithe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -75,6 +76,7 @@ def parallelize(
     not listed, if an axis does not divide a size that it splits, if ranks hold different weights, and if two_level is
     True and nodes have unequal numbers of ranks; the model is then unchanged.
     """
+    from stretto.parallel.comm.users_hooks import refuse_optimizers_of
     from stretto.parallel.context.sequence_parts import SequenceParts
     from stretto.parallel.install import install
     from stretto.parallel.place import place
@@ -92,7 +94,9 @@ def parallelize(
     request = ShardingRequest(grid, precision, options, gradients or "mean", sharded_loss)
     # Of the whole model, of which a pipeline stage may lack the layers that decide how sequences are cut.
     parts = SequenceParts(model, grid) if grid.size("context") > 1 else None
+    before = [weakref.ref(parameter) for parameter in model.parameters()]
     install(model, place(model, request, plan, seed=seed), parts)
+    refuse_optimizers_of(before, model)
     return model
 
 

@@ -7,7 +7,6 @@ Stretto's would be a wall.
 """
 
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -186,11 +185,12 @@ def _rotate(module: nn.Module, tuner: AttentionTuner) -> Callable[..., Any]:
 def defer_rotation(module: nn.Module, note: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
     """Have an attention call `note` with queries, keys, cosines and sines in place of a rotation of halves.
 
-    If its class's code does that, and nobody but `fuse_modules` has replaced it.
+    If its class's code does that, and nobody but `fuse_modules` has replaced or wrapped it: a wrapper, which has
+    parameters read as tensors, say, would be lost.
     """
     kind: Any = type(module)
-    own: Any = inspect.unwrap(module.forward)
-    if getattr(own, "__func__", own) is inspect.unwrap(kind.forward) and calls_rotation(kind):
+    known = kind.forward.__code__, _unless_compiled(kind.forward, kind.forward).__code__
+    if getattr(module.forward, "__code__", None) in known and calls_rotation(kind):
         module.forward = _with_globals(module, {ROTATE: _rotate_by(kind.forward, note)})
 
 

@@ -16,8 +16,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from stretto.axes import EXPERT
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
+from stretto.huggingface.attention.packed_documents import install_packed
 from stretto.huggingface.experts import choose_scaled_inputs
-from stretto.huggingface.sequence import shard_between_blocks
+from stretto.huggingface.sequence import changes_in_place, shard_between_blocks
 from stretto.parallel.blocks import has_forward
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.autograd import in_backward
@@ -118,11 +119,14 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     if parts is not None:  # after the hook that compares ranks' rows
         expands_again = options.recomputation.is_on and builder.tokens is None
         install_context(model, parts, expands_again=expands_again)
+    elif plan.is_pretrained and not options.invariant:  # whose attention is its own
+        install_packed(model)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:
         shard_between_blocks(model, plan.sharded_blocks, plan.attentions, builder.tokens)
-        for names in plan.attentions.values():
-            join([model.get_submodule(name) for name in names])
+        for attention, names in plan.attentions.items():
+            if not changes_in_place(model.get_submodule(attention)):
+                join([model.get_submodule(name) for name in names])
     if has_roles and plan.is_pretrained:
         exchange_whole_features(model, request.grid)
     if has_roles and request.grid.size("x") * request.grid.size("y") > 1:

@@ -95,7 +95,7 @@ def from_gpt(name: str, config: GPTConfig) -> Architecture:
         is_tied=config.tie_embeddings,
         is_rotary=config.positions == "rotary",
         has_fused_kernels=True,
-        takes_sharded_sequence=True,
+        takes_sharded_sequence=not config.balances_sequences,
         adds_output=config.dropout == 0,
         positions=config.max_seq_len if config.positions == "learned" else 0,
         **_experts_of_gpt(config),

@@ -50,6 +50,8 @@ def collective_seconds(
     trips = 2 if kind == "all_reduce" else 1  # around the ring
     start_up = trips * (size - 1) * message_latency(cluster, leaves=leaves)
     flat = start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
+    if kind == "reduce_scatter" and cluster.library == "gloo":
+        flat *= 2  # it is an all-reduce
     if not leaves or two_level is False or group not in ("z", REPLICAS):
         return flat
     shard = num_bytes / (trips * (size - 1))

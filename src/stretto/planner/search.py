@@ -86,7 +86,7 @@ def plan(
     contexts = find_contexts(asked.pop("context", None), seq_len, ranks)
     space = replace(make_search_space(workload, machine, cost, **asked), contexts=contexts)
     _check_expert(space.expert, ranks)
-    _check_sharding(True in space.shardings, architecture, cost, pipelines.pipes)
+    _check_sharding(False not in space.shardings, architecture, cost, pipelines.pipes)
 
     candidates, left_out = list[Candidate](), list[str]()
     searched = PipelineSearch(workload, machine, device, space, pipelines, limit, micro_batch)
@@ -101,7 +101,10 @@ def plan(
         raise ValueError(_nothing_possible(workload, ranks, reasons, most, micro_batch, shards, pipelines))
     candidates.sort(key=lambda candidate: candidate.rank)
     candidates = replay_first(candidates, workload, machine, device, limit)
-    notes = (*_notes(workload, space.states), *space.notes, *left_out)
+    notes = _notes(workload, space.states)
+    if len(space.shardings) > 1:
+        notes += _note_sharding(workload, candidates[0], machine, device, limit)
+    notes += (*space.notes, *left_out)
     notes += _note_imbalance(workload, candidates[0].config, machine, device, limit)
     return [to_plan(workload, each, candidates[0], machine, limit, notes) for each in candidates]
 
@@ -284,6 +287,24 @@ def _note_imbalance(
         f"{config.grid}: the busiest rank of experts has {shape.imbalance:g} times the mean's rows (imbalance), which "
         f"makes a step {found - balanced:.3g} s ({found / balanced - 1:.1%}) longer than even loads would",
     )
+
+
+def _note_sharding(
+    workload: StepWorkload, best: Candidate, cluster: Cluster, device: Device | None, limit: float
+) -> tuple[str, ...]:
+    """Time and memory of the best plan with shard_sequence and without."""
+    config, is_whole = best.config, workload.model.shards_tokens_of_blocks and best.config.grid.pipe > 1
+    if config.grid.x == 1 or is_whole:
+        return ()
+    options = config.options.replace(shard_sequence=not config.options.shard_sequence)
+    other = _judge(workload, replace(config, options=options), cluster, device, limit)
+    if other.impossible is not None:
+        return ()
+    found, beside = (
+        f"{each.cost.step_time:.4g} s and {sum(each.memory.values()) / 1e9:.3g} GB" for each in (best, other)
+    )
+    with_it, without = ("with", "without") if config.options.shard_sequence else ("without", "with")
+    return (f"{config.grid}: a step takes {found} {with_it} shard_sequence, and {beside} {without}",)
 
 
 def _check_expert(expert: int | None, ranks: int) -> None:

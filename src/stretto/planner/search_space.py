@@ -44,8 +44,8 @@ class SearchKeywords(FixedKeywords, total=False):
 
     recompute, reshard: fixed where given; searched where not or None, recompute among "none" and "full", and reshard
         among "after_backward" and "after_forward" (the paper's model keeps weights gathered: Algorithm 3).
-    shard_sequence: of the full model: `parallelize(shard_sequence=True)` where x > 1 (default: False), or None to try
-        it beside what is usual.
+    shard_sequence: of the full model: whether tokens are sharded over x between blocks where x > 1
+        (`parallelize(shard_sequence=True)`); searched where not or None, for models that take it.
     overlaps: of the full model: whether collectives are hidden (`parallelize(overlap=...)`; default: True).
     state: where optimizer state is stored (default: `StateOptions()`, with fp32 parameters).
     memory: "auto" searches modes of recomputation where `recompute` is not given ("host" is none of them, since the
@@ -135,7 +135,8 @@ class StepChoice(NamedTuple):
 class SearchSpace:
     """The choices among which each grid's best is searched.
 
-    recomputes, reshards, shardings, states: the values that are tried of each option. clips, overlaps: of all choices.
+    recomputes, reshards, shardings, states: the values that are tried of each option; stage_shardings: on grids with
+    several pipeline stages. clips, overlaps: of all choices.
     notes: what was not tried, and why. expert, expert_tensor: of all grids; None tries all. drops_duplicates and
     two_level: of all choices. contexts: ranks that sequences are cut among.
     """
@@ -143,6 +144,7 @@ class SearchSpace:
     recomputes: Sequence[str]
     reshards: Sequence[ReshardPolicy]
     shardings: Sequence[bool]
+    stage_shardings: Sequence[bool]
     states: Sequence[StateOptions]
     overlaps: bool = True
     clips: bool = True
@@ -159,9 +161,10 @@ class SearchSpace:
 
     def list_choices(self, grid: GridSizes) -> Iterator[StepChoice]:
         """All choices on a grid, what computes least first."""
+        shardings = self.shardings if grid.pipe == 1 else self.stage_shardings
         for reshard in self.reshards:
             for mode in self.recomputes:
-                for shards in self.shardings if grid.x > 1 else [False]:
+                for shards in shardings if grid.x > 1 else [False]:
                     options = ExecutionOptions(
                         Overlap.parse(self.overlaps),
                         reshard,
@@ -180,7 +183,7 @@ def make_search_space(
     *,
     recompute: str | None = None,
     reshard: ReshardPolicy | None = None,
-    shard_sequence: bool | None = False,
+    shard_sequence: bool | None = None,
     state: StateOptions | None = None,
     memory: Literal["auto"] | None = None,
     overlaps: bool = True,
@@ -214,10 +217,13 @@ def make_search_space(
             raise ValueError(f"memory is 'auto', but optimizer state can lie nowhere: {'; '.join(notes)}")
     for each in states:
         check_state(workload, execution, each)
+    both = [False, True] if cost == "full" and workload.model.takes_sharded_sequence else [False]
+    shardings = both if shard_sequence is None else [shard_sequence]
     return SearchSpace(
         recomputes,
         reshards,
-        [False, True] if shard_sequence is None else [shard_sequence],
+        shardings,
+        [False] if workload.model.shards_tokens_of_blocks else shardings,
         states,
         overlaps,
         clips,

@@ -3,11 +3,13 @@
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch.distributed as dist
 from torch import nn
 
 from stretto.parallel import parallelize
+from stretto.parallel.comm.users_hooks import refuse_optimizers_of
 from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.embedding_collections import (
@@ -91,7 +93,9 @@ def distribute_embeddings(
     for name, module in found.items():
         own = _own_tables(name, module, exchanges[name], ranks[name], group, initializer)
         made[name] = _kind_of(module).distributed(module, exchanges[name], own).train(module.training)  # type: ignore[union-attr]
+    tables = [ref(table) for module in found.values() for table in module.parameters()]
     if "" in found:
+        refuse_optimizers_of(tables, made[""])
         return made[""]
     empty = {name: nn.Module() for name in found}  # while the rest is parallelized
     _replace(model, {id(found[name]): empty[name] for name in found})
@@ -102,6 +106,7 @@ def distribute_embeddings(
         _replace(model, {id(empty[name]): found[name] for name in found})
         raise
     _replace(model, {id(empty[name]): made[name] for name in found})
+    refuse_optimizers_of(tables, model)
     return model
 
 
@@ -127,6 +132,8 @@ def _find_modules(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn
             raise ValueError(f"no module with embeddings is named {name!r}{near}")
     found = {name: module for name, module in found.items() if names is None or name in names}
     if not found:
+        if any(isinstance(module, TableModule) and module.is_distributed for module in model.modules()):
+            raise ValueError(f"the tables of this {type(model).__name__} are distributed already: once is enough")
         raise ValueError(
             f"{type(model).__name__} has no EmbeddingBagCollection, EmbeddingCollection, nn.EmbeddingBag or "
             "nn.Embedding to distribute: stretto.parallelize takes it"

@@ -22,6 +22,7 @@ from stretto.recommendation.pooled_exchange import PoolingMode
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.recommendation.table_state import TensorBox
+from stretto.suggestions import require_type
 
 
 class PoolingType(Enum):
@@ -401,6 +402,10 @@ class DistributedEmbeddingBag(TableModule):
     include_last_offset: bool
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        return self._look_up(self._exchange.make_bags(lambda: self._cut(input, offsets, per_sample_weights)))[0]
+
+    def _cut(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> FeatureBags:
+        require_type(input, Tensor, "input")
         if (input.dim() == 2) != (offsets is None):
             raise ValueError("input [bags, ids of each] takes no offsets, and input [ids] takes them: where bags begin")
         if offsets is None:
@@ -408,7 +413,7 @@ class DistributedEmbeddingBag(TableModule):
         elif not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_full((1,), len(input))])
         weights = None if per_sample_weights is None else per_sample_weights.flatten()
-        return self._look_up(FeatureBags(input.flatten(), offsets, weights, len(offsets) - 1))[0]
+        return FeatureBags(input.flatten(), offsets, weights, len(offsets) - 1)
 
 
 class DistributedEmbedding(TableModule):
@@ -420,6 +425,10 @@ class DistributedEmbedding(TableModule):
         return cls().hold(exchange, own)
 
     def forward(self, input: Tensor) -> Tensor:
-        ends = torch.tensor([0, input.numel()])  # one bag of all ids, so that ranks may have unequally many
-        rows = self._look_up(FeatureBags(input.flatten(), ends, None, 1))[0]
+        rows = self._look_up(self._exchange.make_bags(lambda: self._cut(input)))[0]
         return rows.view(*input.shape, rows.shape[1])
+
+    def _cut(self, input: Tensor) -> FeatureBags:
+        require_type(input, Tensor, "input")
+        ends = torch.tensor([0, input.numel()])  # one bag of all ids, so that ranks may have unequally many
+        return FeatureBags(input.flatten(), ends, None, 1)

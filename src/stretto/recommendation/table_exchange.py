@@ -232,14 +232,18 @@ class TableExchange:
         return sorted({self._tables[number] for number in group.numbers})
 
     def select(self, features: Any, *, is_weighted: bool = False) -> FeatureBags:
-        """The bags of a KeyedJaggedTensor. ValueError on all ranks where one refuses its own."""
+        """The bags of a KeyedJaggedTensor. An error on all ranks where one refuses its own."""
         for place, (given, bags, exchange) in enumerate(self.ahead):
             if given is features:
                 del self.ahead[place]
                 return bags._replace(exchange=exchange)
+        return self.make_bags(lambda: select_features(features, self.features, is_weighted=is_weighted))
+
+    def make_bags(self, make: Callable[[], FeatureBags]) -> FeatureBags:
+        """What `make` returns; what it raises is raised once the other ranks know, which then raise ValueError."""
         try:
-            return select_features(features, self.features, is_weighted=is_weighted)
-        except ValueError as error:
+            return make()
+        except Exception as error:
             self._begin(_NO_BAGS, error).wait()
             raise
 

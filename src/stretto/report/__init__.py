@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from stretto.report.run import RunRecord, largest_difference, read_metrics, read_run, remove_report, write_report
     from stretto.report.timeline import plot_timeline
     from stretto.train.observe.timeline import Timeline, read_timeline
+    from stretto.train.observe.tracing import trace_steps
 
 __all__ = [
     "RunRecord",
@@ -21,6 +22,7 @@ __all__ = [
     "read_run",
     "read_timeline",
     "remove_report",
+    "trace_steps",
     "write_report",
 ]
 

@@ -2,6 +2,7 @@
 """The steps between nodes and the model of their time, against hand-computed figures; needs no process."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -111,6 +112,9 @@ def test_recursive_is_chosen_for_latency_ring_for_shared_links_and_flat_for_a_sl
     assert choose("all_gather", 100_000, 4, 2, tapered) == "flat"
     assert choose("all_gather", 1_000_000, 4, 2, links, ("recursive", "ring")) == "recursive"
     assert choose("all_gather", 1, 1, 8, tapered) == "flat"
+    gloo = replace(tapered, library_scatters=False)  # whose flat reduce-scatter takes twice as long
+    assert choose("reduce_scatter", 100_000, 4, 2, tapered) == choose("all_gather", 100_000, 4, 2, gloo) == "flat"
+    assert choose("reduce_scatter", 100_000, 4, 2, gloo) != "flat"
     sizes = [1e3 * 2**i for i in range(12)]
     (crossing,) = find_crossovers(
         sizes,

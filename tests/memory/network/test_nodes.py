@@ -4,7 +4,9 @@
 import os
 import random
 import re
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -12,12 +14,16 @@ import torch
 import torch.distributed as dist
 from tests.collectives.executor.simulation import simulate
 from tests.collectives.random_programs import random_program
+from tests.memory.network.relay import Relay
 
+from stretto.cluster.nics import pinned_near
 from stretto.collectives import compile_program
 from stretto.collectives.executor import run_on_host
 from stretto.memory import PeerError, Reach, allocate
-from stretto.memory.network import interfaces
+from stretto.memory.network import endpoint, interfaces
 from stretto.memory.network.endpoint import choose_proxy
+from stretto.memory.network.native import NativeProxy
+from stretto.memory.network.proxy import Proxy
 
 SEED = 63
 
@@ -51,12 +57,52 @@ def on_nodes(nodes, proxy, function, *arguments):
         return function(*arguments)
 
 
+def find_pinned_threads(folder):
+    """How many of this process's threads are pinned to CPU 0, which is near lo in a tree of sysfs."""
+    (folder / "class/net/lo/device").mkdir(parents=True, exist_ok=True)
+    (folder / "class/net/lo/device/local_cpulist").write_text("0,4096-4098\n")
+    with mock.patch.object(endpoint, "pinned_near", partial(pinned_near, sysfs=folder)), allocate(64, signals=1):
+        threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+    return threads.count({0}), os.sched_getaffinity(0)
+
+
+@pytest.mark.skipif(
+    os.cpu_count() == 1 or len(os.sched_getaffinity(0)) != os.cpu_count(), reason="this process is pinned"
+)
+@pytest.mark.parametrize("proxy", ["python", "native"])
+def test_a_proxys_thread_is_pinned_near_its_interface(ranks, tmp_path, proxy):
+    for count, own in ranks(2).run(on_nodes, "2x1", proxy, find_pinned_threads, tmp_path):
+        assert count == 1
+        assert own == os.sched_getaffinity(0)
+
+
 @pytest.mark.parametrize("proxy", ["python", "native"])
 def test_ranks_reach_other_nodes_by_puts(ranks, proxy):
     for rank, (reach, found) in enumerate(ranks(3).run(on_nodes, "2,1", proxy, put_around)):
         near = (rank == 2,) * 2 + (rank < 2,)
         assert reach == ["PUTS" if is_far else "LOADS_AND_STORES" for is_far in near]
         assert found == [[10 * call + peer + 1 for peer in range(3)] for call in range(3)]
+
+
+@contextmanager
+def reordered(kind, seed):
+    """Have every proxy of a kind reach its peers through relays that reorder frames; the relays."""
+    relays, connect = [], kind.connect
+
+    def connect_through_relays(proxy, far):
+        made = {peer: Relay(address, seed + peer, window=3) for peer, address in far.items()}
+        relays.extend(made.values())
+        connect(proxy, {peer: relay.address for peer, relay in made.items()})
+
+    with mock.patch.object(kind, "connect", connect_through_relays):
+        yield relays
+
+
+def run_reordered(kind, count, seed):
+    """The schedules whose bits differ, and whether frames from or to this rank were reordered."""
+    with reordered(kind, seed) as relays:
+        wrong = run_schedules(count, seed)
+    return wrong, sum(relay.reordered for relay in relays) > 0
 
 
 def run_schedules(count, seed):
@@ -100,7 +146,10 @@ def run_schedules(count, seed):
 )
 def test_schedules_have_the_same_bits_on_several_nodes(ranks, count, nodes, proxy, runs):
     print(f"seed {SEED}")
-    assert ranks(count).run(on_nodes, nodes, proxy, run_schedules, runs, SEED) == [[]] * count
+    kind = {"native": NativeProxy, "python": Proxy}[proxy]
+    found = ranks(count).run(on_nodes, nodes, proxy, run_reordered, kind, runs, SEED)
+    assert [wrong for wrong, _ in found] == [[]] * count
+    assert any(is_reordered for _, is_reordered in found)
 
 
 def lose_a_rank():

@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -130,6 +131,44 @@ def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends(kind):
                 wait_for(lambda: pair.seen(1, 0) == 1001)
         pair.proxies[0].close(LIMIT)
         wait_for(lambda: pair.seen(1, 0) == 2001)
+
+
+def test_who_waits_receives_in_place_of_the_thread_which_goes_on_when_nobody_waits():
+    with Pair("native") as pair:
+        first, second = pair.proxies
+        waker = threading.Thread(target=lambda: (time.sleep(0.1), pair.post(0, Put(1, 0, 0, 0, 0, 8, 1))))
+        waker.start()
+        while pair.seen(1, 1) == 0:  # asleep already when it comes
+            second.pause(LIMIT)
+        waker.join()
+        before = first.count_calls().wakes
+        for number in range(1, 201):
+            pair.post(0, Put(1, 0, 0, 0, 0, SIZE, 0))
+            while pair.seen(1, 0) < number:
+                second.pause(LIMIT)
+        assert first.count_calls().wakes - before < 100  # who posts, sends: once a put, if the thread did
+        # Nobody waits any more: the threads send and receive what is left, whose acknowledgements come, too.
+        for number in range(50):
+            pair.post(number % 2, Put(1 - number % 2, 0, 0, 0, 0, SIZE, 2))
+        wait_for(lambda: pair.seen(0, 2) == pair.seen(1, 2) == 25)
+        # Two that wait at once both end: by a put, by a lost peer, and when the proxy ends.
+        pausing = [threading.Thread(target=lambda: [first.pause(0.01) for _ in range(20)]) for _ in range(2)]
+        for each in pausing:
+            each.start()
+        for _ in range(100):
+            pair.post(0, Put(1, 0, 0, 0, 0, SIZE, 3))
+            pair.post(1, Put(0, 0, 0, 0, 0, 8, 3))
+        wait_for(lambda: pair.seen(0, 3) == pair.seen(1, 3) == 100)
+        for each in pausing:
+            each.join()
+        second.close(1.0)
+        while first.failure(1) is None:
+            first.pause(LIMIT)
+        last = threading.Thread(target=first.pause, args=(LIMIT,))
+        last.start()
+        first.close(0.0)
+        last.join(LIMIT)
+        assert not last.is_alive()
 
 
 def use_in_a_child(proxy, fifo):

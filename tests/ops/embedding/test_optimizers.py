@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers of the fused update, by interpreted kernels: those of `optim.row_update`, which are torch.optim's."""
 
+import importlib
 import itertools
 import math
 
@@ -16,9 +17,9 @@ KINDS = {"sgd": "sgd", "adagrad": "rowwise-adagrad", "full-adagrad": "full-adagr
 ROWS, DIM = 6, 8
 
 
-def make_settings(**changed):
+def make_settings(dtype=torch.float64, **changed):
     values = {"lr": 0.1, "eps": 1e-8, "decay": 0.0, "max_norm": math.inf, "first": 0.1, "second": 0.001} | changed
-    return torch.tensor(list(values.values()), dtype=torch.float64)
+    return torch.tensor(list(values.values()), dtype=dtype)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3])
@@ -41,6 +42,51 @@ def test_rows_are_updated_as_torch_optimizers_update_whole_tables(kind, decay):
         optimizer.step()
         held, states = update_rows(kind, held, gradient, states, make_settings(decay=decay), torch.tensor(step))
         torch.testing.assert_close(held, table.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pooling", ["SUM", "MEAN"])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("sgd", "EXACT_SGD"), ("rowwise-adagrad", "EXACT_ROWWISE_ADAGRAD"), ("full-adagrad", "EXACT_ADAGRAD")],
+)
+def test_rows_are_updated_as_fbgemm_updates_them(kind, name, pooling):
+    """By its table-batched embeddings on a CPU, which have no Adam."""
+    pytest.importorskip("fbgemm_gpu", reason="the peer")
+    training = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    peer = training.SplitTableBatchedEmbeddingBagsCodegen(
+        [(ROWS, DIM, common.EmbeddingLocation.HOST, training.ComputeDevice.CPU)],
+        optimizer=training.OptimType[name],
+        pooling_mode=common.PoolingMode[pooling],
+        learning_rate=0.1,
+        eps=1e-8,
+    )
+    generator = torch.Generator().manual_seed(1)
+    (theirs,) = peer.split_embedding_weights()
+    theirs.copy_(torch.randn(ROWS, DIM, generator=generator))
+    held = theirs.clone()
+    states = [torch.zeros(ROWS if kind == "rowwise-adagrad" else (ROWS, DIM)) for _ in STATE_NAMES[kind]]
+    for step in range(4):
+        indices = torch.randint(0, ROWS - 1, (11,), generator=generator)
+        offsets = torch.tensor([0, 3, 3, 4, 9, 11])
+        table = held.clone().requires_grad_()
+        out = torch.nn.functional.embedding_bag(indices, table, offsets[:-1], mode=pooling.lower())
+        found = peer(indices, offsets)
+        torch.testing.assert_close(found, out)
+        towards = torch.randn(out.shape, generator=generator)
+        out.backward(towards)
+        found.backward(towards)
+        rows = indices.unique()
+        settings = make_settings(dtype=torch.float32)
+        updated, changed = update_rows(
+            kind, held[rows], table.grad[rows], [one[rows] for one in states], settings, torch.tensor(step)
+        )
+        held[rows] = updated
+        for one, new in zip(states, changed, strict=True):
+            one[rows] = new
+    torch.testing.assert_close(held, theirs)
+    for state, (sums, *_) in zip(states, peer.split_optimizer_states(), strict=False):
+        torch.testing.assert_close(state, sums)
 
 
 def test_a_gradient_is_clipped_to_a_norm_before_decay_is_added():

@@ -415,7 +415,7 @@ def test_packed_documents_are_separate_ones_to_a_gpt_of_any_grid(ranks, position
         assert max(far) < 1e-10
 
 
-class _Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """The most elements that an operator has returned."""
 
     count = 0
@@ -429,7 +429,7 @@ class _Largest(TorchDispatchMode):
 
 def test_a_gpt_keeps_nothing_of_all_pairs_of_packed_tokens():
     model, places = GPT(gpt(max_seq_len=1024, positions="rotary")), torch.arange(512).repeat(2)[None]
-    with _Largest() as largest:
+    with Largest() as largest:
         model(
             torch.zeros(1, 1024, dtype=torch.int64), torch.zeros(1, 1024, dtype=torch.int64), documents=places
         ).backward()

@@ -87,7 +87,7 @@ class _PeerWaiter:
     def __init__(self, run: RankRun, timeout: float) -> None:
         self._run = run
         self._timeout = timeout
-        self._backoff = Backoff()
+        self._backoff = Backoff(run.memory.pause)
         self.reset()
 
     def reset(self) -> None:

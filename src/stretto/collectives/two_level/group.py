@@ -270,7 +270,9 @@ class TwoLevelGroup:
             return cast(InterNodeAlgorithm, algorithm)
         # An all-reduce is given the whole tensor, the other collectives one rank's part.
         shard_bytes = tensor.numel() * tensor.element_size() / (self.world if collective == "all_reduce" else 1)
-        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, self.links, self._algorithms)
+        is_gloo = not tensor.is_cuda or shared_gpus.is_enabled()
+        links = replace(self.links, library_scatters=False) if is_gloo else self.links
+        return choose(collective, shard_bytes, self.nodes.count, self.nodes.size, links, self._algorithms)
 
     def close(self) -> None:
         """Wait for all collectives that were started, and give back the sub-groups; all ranks call it."""

@@ -49,29 +49,29 @@ class Put(NamedTuple):
     operator: int = 0
 
 
+_BITS = (RANK_BITS, REGION_BITS, OFFSET_BITS, REGION_BITS, OFFSET_BITS, OFFSET_BITS, SIGNAL_BITS, OPERATOR_BITS)
+"""Of a put's fields."""
+
+
 def pack(put: Put) -> tuple[int, int, int, int]:
     """The descriptor's words, with phase 0. ValueError for numbers that do not fit their bits."""
-    limits = (
-        ("peer", put.peer, RANK_BITS),
-        ("source_region", put.source_region, REGION_BITS),
-        ("source", put.source, OFFSET_BITS),
-        ("region", put.region, REGION_BITS),
-        ("offset", put.offset, OFFSET_BITS),
-        ("size", put.size, OFFSET_BITS),
-        ("signal", put.signal or 0, SIGNAL_BITS),
-        ("operator", put.operator, OPERATOR_BITS),
-    )
-    for name, value, bits in limits:
-        if not 0 <= value < 1 << bits:
-            nearest = min(max(value, 0), (1 << bits) - 1)
-            raise ValueError(f"a put's {name} is {value}, and must have {bits} bits: {nearest} would do")
-    kind = PUT if put.signal is None else PUT_AND_SIGNAL
-    signal = put.signal or 0
+    peer, source_region, source, region, offset, size, signal, operator = put
+    kind, signal = (PUT, 0) if signal is None else (PUT_AND_SIGNAL, signal)
+    # One look for all, since puts of few bytes are to be quick: a number that is negative shifts to -1.
+    if (
+        (peer >> RANK_BITS | signal >> SIGNAL_BITS | operator >> OPERATOR_BITS)
+        or (source_region | region) >> REGION_BITS
+        or (source | offset | size) >> OFFSET_BITS
+    ):
+        for (name, value), bits in zip(put._replace(signal=signal)._asdict().items(), _BITS, strict=True):
+            if not 0 <= value < 1 << bits:
+                nearest = min(max(value, 0), (1 << bits) - 1)
+                raise ValueError(f"a put's {name} is {value}, and must have {bits} bits: {nearest} would do")
     return (
-        kind << KIND_SHIFT | put.peer << PEER_SHIFT | signal << SIGNAL_SHIFT | put.operator,
-        put.source_region << OFFSET_BITS | put.source,
-        put.region << OFFSET_BITS | put.offset,
-        put.size,
+        kind << KIND_SHIFT | peer << PEER_SHIFT | signal << SIGNAL_SHIFT | operator,
+        source_region << OFFSET_BITS | source,
+        region << OFFSET_BITS | offset,
+        size,
     )
 
 
@@ -121,10 +121,8 @@ class Fifo:
     def post(self, put: Put, timeout: float) -> None:
         """Write a put's descriptor, once there is room. TimeoutError if the proxy makes none in `timeout` seconds."""
         words = pack(put)
-        backoff = Backoff()
-        while self._posted - self._tail[0] >= self.capacity:
-            if backoff.pause() > timeout:
-                raise TimeoutError(f"the proxy has read none of {self.capacity} descriptors for {timeout:g} s")
+        if self._posted - self._tail[0] >= self.capacity:
+            self._wait_for_room(timeout)
         phase = PHASE if not self._posted // self.capacity & 1 else 0
         at = self._posted % self.capacity * WORDS
         for index in (3, 2, 1):
@@ -133,6 +131,12 @@ class Fifo:
             self._fence()
         self._words[at] = words[0] | phase
         self._posted += 1
+
+    def _wait_for_room(self, timeout: float) -> None:
+        backoff = Backoff()
+        while self._posted - self._tail[0] >= self.capacity:
+            if backoff.pause() > timeout:
+                raise TimeoutError(f"the proxy has read none of {self.capacity} descriptors for {timeout:g} s")
 
     def take(self) -> tuple[int, int, int, int] | None:
         """The next descriptor's words, for the proxy; None if it is not complete yet."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.cluster.nics import pinned_near
 from stretto.memory.groups import exchange, find_own_rank, group_timeout
 from stretto.memory.network.descriptors import Fifo, Put
 from stretto.memory.network.frames import MAX_PUT_BYTES, TOKEN_BYTES
@@ -88,7 +89,8 @@ class Endpoint:
         self.nics = tuple(address.nic for address in addresses)
         here = nodes[self.rank]
         far = {peer: (one.host, one.port) for peer, one in enumerate(addresses) if one.node != here}
-        self.proxy.connect(far)
+        with pinned_near(interface.name):
+            self.proxy.connect(far)
         self._fifo = Fifo.allocate()
         self.proxy.add_fifo(self._fifo, False)
 
@@ -115,7 +117,6 @@ class Endpoint:
 
     def put(self, put: Put) -> None:
         """Post a put of any size; its signal comes after all of its bytes. PeerError if the peer is lost."""
-        self.check(put.peer)
         with self._lock:
             while put.size > MAX_PUT_BYTES:
                 self._post(put._replace(size=MAX_PUT_BYTES, signal=None))
@@ -123,7 +124,8 @@ class Endpoint:
                     source=put.source + MAX_PUT_BYTES, offset=put.offset + MAX_PUT_BYTES, size=put.size - MAX_PUT_BYTES
                 )
             self._post(put)
-        self.proxy.wake()
+        if self.proxy.wake():
+            self.check(put.peer)
 
     def _post(self, put: Put) -> None:
         try:

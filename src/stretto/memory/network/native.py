@@ -4,6 +4,7 @@
 import ctypes
 import functools
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "proxy_remove_region": (None, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double)),
     "proxy_add_fifo": (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 3, ctypes.c_int)),
     "proxy_remove_fifo": (None, (ctypes.c_void_p, ctypes.c_uint64)),
-    "proxy_wake": (None, (ctypes.c_void_p,)),
+    "proxy_wake": (ctypes.c_int, (ctypes.c_void_p,)),
+    "proxy_pause": (None, (ctypes.c_void_p, ctypes.c_double)),
     "proxy_failure": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
     "proxy_count_calls": (None, (ctypes.c_void_p, ctypes.c_void_p)),
     "proxy_break_connection": (None, (ctypes.c_void_p, ctypes.c_int)),
@@ -71,6 +73,8 @@ class SystemCalls(NamedTuple):
 
 class NativeProxy:
     """The proxy of one rank of a group, as `proxy.Proxy`, with the same arguments and methods."""
+
+    LONGEST_PAUSE: float | None = 0.02
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = load_library()
@@ -137,10 +141,18 @@ class NativeProxy:
             self._library.proxy_remove_fifo(self._handle, fifo.words.data_ptr())
             self._kept.pop(fifo, None)
 
-    def wake(self) -> None:
-        """Have the thread look at the FIFOs now."""
-        if self._handle is not None:
-            self._library.proxy_wake(self._handle)
+    def wake(self) -> bool:
+        """Have the FIFOs looked at now, here or by the thread. Returns whether a peer may be lost: see `failure`."""
+        handle = self._handle
+        return handle is None or bool(self._library.proxy_wake(handle))
+
+    def pause(self, seconds: float) -> None:
+        """Wait until a signal has counted up since the last call, or so many seconds have passed; the caller receives
+        and sends meanwhile, in place of the thread."""
+        if (handle := self._handle) is None:
+            time.sleep(seconds)
+        else:
+            self._library.proxy_pause(handle, seconds)
 
     def failure(self, peer: int) -> str | None:
         """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""

@@ -73,6 +73,9 @@ class Proxy:
     `failure(peer)` says why a peer cannot be reached any more.
     """
 
+    LONGEST_PAUSE: float | None = None
+    """Seconds for which a caller may `pause` who waits for a put; None: short ones, since none ends them."""
+
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._rank, self._world, self._limit = rank, world, limit
         self._sockets = SocketTransport(rank, world, token, address)
@@ -119,9 +122,14 @@ class Proxy:
             self._call(self._drain_fifos)
             self._call(lambda: self._fifos.pop(fifo, None))
 
-    def wake(self) -> None:
-        """Have the thread look at the FIFOs now."""
+    def wake(self) -> bool:
+        """Have the thread look at the FIFOs now. Returns True: `failure` says whether a peer is lost."""
         self._sockets.wake()
+        return True
+
+    def pause(self, seconds: float) -> None:
+        """Sleep: the thread does what there is to do."""
+        time.sleep(seconds)
 
     def failure(self, peer: int) -> str | None:
         """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""

@@ -90,7 +90,8 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
         if not isinstance(parameter.grad, DTensor):
             raise ValueError(
                 "clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned, and one of "
-                f"shape {list(parameter.shape)} is none"
+                f"shape {list(parameter.shape)} is none. Of tables that ranks share out, fuse_update(max_norm=) clips "
+                "each row: leave them out here"
             )
         if (shard := parameter.grad.to_local()).numel():
             alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.layout_sizes)), []).append(shard)

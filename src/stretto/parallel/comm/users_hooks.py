@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' hooks of accumulated gradients, called once `.grad` is reduced and not while autograd accumulates."""
+"""Users' hooks of accumulated gradients, called once `.grad` is reduced and not while autograd accumulates; and their
+optimizers of parameters that shards have replaced, which raise an error."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import ref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 Kept = TypeVar("Kept")
@@ -93,3 +95,32 @@ def alive(kept: "ref[Kept]") -> Kept:
     if found is None:
         raise RuntimeError("this parameter's model is gone: keep what stretto.parallelize has returned")
     return found
+
+
+_replaced: dict[int, ref[nn.Parameter]] = {}  # by id, while anything holds them
+
+
+def refuse_optimizers_of(before: Iterable[ref[nn.Parameter]], model: nn.Module) -> None:
+    """Have optimizers of parameters of `before` that are no longer the model's raise ValueError in `step`.
+
+    They would skip them in silence, as these get no gradients. Where nothing holds one any more, nothing is watched.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    left = [parameter for one in before if (parameter := one()) is not None and id(parameter) not in own]
+    alive = {id(parameter): ref(parameter, _forget) for parameter in left}
+    if alive and not _replaced:
+        register_optimizer_step_pre_hook(_refuse_replaced)
+    _replaced.update(alive)
+
+
+def _forget(dead: ref[nn.Parameter]) -> None:
+    for number in [number for number, one in _replaced.items() if one is dead]:
+        del _replaced[number]
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if _replaced and any(id(one) in _replaced for group in optimizer.param_groups for one in group["params"]):
+        raise ValueError(
+            f"this {type(optimizer).__name__} was made before stretto.parallelize or distribute_embeddings, which has "
+            "replaced parameters by shards, and would not train them: make it afterwards, of model.parameters()"
+        )

@@ -4,7 +4,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class StepTracer(AbstractContextManager["StepTracer"]):
     Every rank of the grid has one, with the same steps. layers: of the model on this rank, for the host's time of each.
     Tracing does not change the steps' results, and the time to start and write it does not count as a step's.
     `timeline` is the trace's Timeline on rank 0, once it is written. An exception in the context leaves no file.
+    recorder, reporter: the run's, if it is one's.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class StepTracer(AbstractContextManager["StepTracer"]):
         file: Path,
         grid: Grid,
         steps: range,
-        recorder: StepRecorder,
-        reporter: ProgressReporter,
+        recorder: StepRecorder | None = None,
+        reporter: ProgressReporter | None = None,
         layers: int = 0,
     ) -> None:
         self._file, self._grid, self._steps, self._layers = file, grid, steps, layers
@@ -76,13 +77,16 @@ class StepTracer(AbstractContextManager["StepTracer"]):
         """Write what has been traced, also if the run ends before the last step to trace."""
         if self._profiler is None:
             return
-        self._recorder.flush()
+        if self._recorder is not None:
+            self._recorder.flush()
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         self._write(profiler)
         self.timeline = read_timeline(self._file)
-        self._reporter.print_message(_describe(self.timeline))
-        self._recorder.restart_clock()
+        if self._reporter is not None:
+            self._reporter.print_message(_describe(self.timeline))
+        if self._recorder is not None:
+            self._recorder.restart_clock()
 
     def __exit__(self, *_: object) -> None:
         if self._profiler is not None:
@@ -90,7 +94,8 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             profiler.stop()
 
     def _start(self) -> None:
-        self._recorder.flush()
+        if self._recorder is not None:
+            self._recorder.flush()
         if dist.get_rank() == 0:
             activities = [ProfilerActivity.CPU]
             if self._grid.device.type == "cuda":
@@ -103,7 +108,8 @@ class StepTracer(AbstractContextManager["StepTracer"]):
                 self._profiler.start()
         if self._grid.device.type == "cpu":
             _identify_gloo_threads(self._grid)
-        self._recorder.restart_clock()
+        if self._recorder is not None:
+            self._recorder.restart_clock()
 
     def _wait_for_device(self) -> None:
         if self._grid.device.type == "cuda":
@@ -124,6 +130,19 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             }
             path.write_text(json.dumps(trace), encoding="utf-8")
             os.replace(path, self._file)
+
+
+def trace_steps(run: Callable[[], object], grid: Grid, file: Path, steps: int = 2) -> Timeline | None:
+    """Call `run` so often, a step of training or of an engine, and write a trace of it; the timeline, on rank 0.
+
+    Collective: all ranks of the grid make the same calls.
+    """
+    with StepTracer(file, grid, range(1, steps + 1)) as tracer:
+        for step in range(1, steps + 1):
+            with tracer.step(step):
+                run()
+            tracer.end(step)
+    return tracer.timeline
 
 
 def _identify_gloo_threads(grid: Grid) -> None:

@@ -2,9 +2,19 @@
 // The proxy of puts between nodes: one thread of a rank's group, without Python and without CUDA.
 //
 // It does what proxy.py and sockets.py do, with the same descriptors (descriptors.py) and frames (frames.py), which
-// those files describe. All state belongs to the thread, and to callers that hold `mutex`; the thread holds it while it
-// works and releases it while it sleeps. Counters and FIFO words are shared with other processes and with GPUs: they
-// are loaded with acquire and stored with release.
+// those files describe. Counters and FIFO words are shared with other processes and with GPUs: they are loaded with
+// acquire and stored with release.
+//
+// Who works: whoever holds `mutex_`, to which all state belongs, and which nobody holds while asleep. A caller that has
+// posted sends what it can itself (`wake`), and one that waits (`pause`) receives and sends in the thread's place, so
+// that a put passes no more threads than a message of a socket does. The thread meanwhile waits for wake-ups alone (it is
+// parked), and watches the connections again a millisecond after the last caller left. Where kernels write to FIFOs,
+// callers leave all work to the thread.
+//
+// No wake-up is lost. Before the thread sleeps it sets `is_asleep_`, then looks at the FIFOs once more; whoever posts
+// writes its descriptor, then reads `is_asleep_`, unless it has taken the mutex and looks at the FIFOs itself. Fences
+// between the two make one of them see the other. What the thread finds or leaves for a caller that waits, it tells it
+// (`nudge`); what a caller leaves, it or the thread finds (`wake`, and the end of `pause`).
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -37,12 +47,16 @@ constexpr uint32_t kMagic = 0x50545253, kNoSignal = 0xFFFFFFFF;
 constexpr uint64_t kMaxPutBytes = 1ull << 30, kPhase = 1ull << 63, kLocalRegions = 1ull << 22, kWindow = 1 << 16;
 constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256, kInboxBytes = 4096;
 constexpr uint64_t kMaxOwed = 64;         // puts that are not acknowledged,
+constexpr int kAtOnce = 1 << 18, kWorthWaiting = 1 << 14;  // bytes of a payload that are awaited before they are read
 constexpr double kAckSeconds = 0.001;     // and how long: a put of this rank's own acknowledges, too
 constexpr double kMaxSilence = 5.0;       // or a quarter of the limit: then a frame finds out whether the peer hears
 constexpr double kGreetingSeconds = 5.0, kFirstPause = 0.01, kLongestPause = 0.5, kCheckSeconds = 0.02;
 constexpr double kSpinSeconds = 0.001;      // after work or a wake-up, for FIFOs that kernels write to
 constexpr double kPollSeconds = 0.002;      // between looks at those FIFOs, later
 constexpr double kLongestSleep = 0.5;
+constexpr double kHoldSeconds = 0.001;      // after a caller's work, until the thread looks at connections again
+constexpr double kLivelySeconds = 0.01;     // since then, before the thread sleeps longer than that while callers wait
+constexpr double kLookSeconds = 0.0002;     // of a caller who leaves the work to others
 
 enum Call { kPolls, kSends, kReceives, kWakes, kCalls };
 enum Kind : uint8_t { kHello = 1, kPut = 2, kAck = 3, kBye = 4 };
@@ -118,6 +132,7 @@ struct Connection {
   uint64_t filled = 0;
   bool in_payload = false;
   uint8_t* target = nullptr;
+  int awaited = 1;  // bytes that must have come for `ppoll` to say so
   uint8_t inbox[kInboxBytes];  // what has come behind the frame that is being received
   size_t begin = 0, end = 0;
 };
@@ -151,6 +166,7 @@ class Proxy {
     }
     if (listener_ >= 0) ::close(listener_);
     if (wakes_ >= 0) ::close(wakes_);
+    if (nudges_ >= 0) ::close(nudges_);
   }
 
   // Returns the port, or -errno.
@@ -161,7 +177,8 @@ class Proxy {
     if (!parse_address(host, 0, &address, &length)) return -EINVAL;
     listener_ = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     wakes_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-    if (listener_ < 0 || wakes_ < 0 || bind(listener_, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+    nudges_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (listener_ < 0 || wakes_ < 0 || nudges_ < 0 || bind(listener_, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
         listen(listener_, std::max(128, 2 * world_)) != 0 ||
         getsockname(listener_, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
       return -errno;
@@ -214,7 +231,8 @@ class Proxy {
   void add_fifo(Fifo fifo) {
     std::lock_guard lock(mutex_);
     fifos_.push_back(fifo);
-    wake();
+    has_polled_ = has_polled_ || fifo.is_polled;
+    kick();
   }
 
   // What the FIFO has goes out first: peers may wait for it.
@@ -222,19 +240,64 @@ class Proxy {
     std::lock_guard lock(mutex_);
     while (read_fifos()) {
     }
-    wake();
+    kick();
     std::erase_if(fifos_, [&](const Fifo& fifo) { return fifo.words == words; });
+    has_polled_ = std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; });
   }
 
-  // Whoever posts has written its descriptor before the fence; the thread looks at the FIFOs between its own and its
-  // sleep. So one of the two sees the other.
-  void wake() {
+  // Called after a descriptor was written, and before a kernel that will write some. Sends here what can be sent now; the
+  // rest is left to a caller that has just worked and may again, or to the thread. Returns whether a peer may be lost.
+  bool wake() {
     ++asked_;
     std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (!has_polled_) {
+      std::unique_lock lock(mutex_, std::try_to_lock);
+      if (lock) {
+        if (read_fifos()) flush_all();
+        if (drivers_ > 0 && has_outgoing()) nudge();
+        // A parked thread ends its sleep within two milliseconds.
+        if (drivers_ > 0 || parked_until_ != 0.0 || !(has_outgoing() || has_descriptors())) return has_failed_;
+      }
+    }
+    kick();
+    return has_failed_;
+  }
+
+  // Ends the thread's sleep.
+  void kick() {
     if (!is_asleep_.load(std::memory_order_relaxed)) return;
     ++calls_[kWakes];
     uint64_t one = 1;
     (void)!write(wakes_, &one, sizeof one);  // a full counter wakes anyway
+  }
+
+  // Ends the sleep of a caller in `pause`.
+  void nudge() {
+    ++calls_[kWakes];
+    uint64_t one = 1;
+    (void)!write(nudges_, &one, sizeof one);
+  }
+
+  // Waits until a signal has counted up, or a peer was lost, since the last call, or some seconds have passed; works in
+  // the thread's place meanwhile.
+  void pause(double seconds) {
+    std::unique_lock lock(mutex_);
+    if (has_polled_ || drivers_ > 0 || is_closing_) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, kLookSeconds)));
+      return;
+    }
+    ++drivers_;
+    double deadline = now() + seconds;
+    while (counted_ == reported_ && !is_closing_) {
+      double left = deadline - now();
+      take_turn(lock, std::max(left, 0.0), false);
+      if (left <= 0.0) break;
+    }
+    reported_ = counted_;
+    --drivers_;
+    driven_ = now();
+    if (parked_until_ > driven_ + 2 * kHoldSeconds) kick();
   }
 
   std::string failure(int peer) {
@@ -252,7 +315,7 @@ class Proxy {
   void break_connection(int peer) {
     std::lock_guard lock(mutex_);
     if (Connection* connection = find(peer)) close_connection(connection, "a test broke it");
-    wake();
+    kick();
   }
 
   void close(double seconds) {
@@ -261,14 +324,19 @@ class Proxy {
       if (is_closing_) return;
       while (read_fifos()) {
       }
-      wake();
+      kick();
       wait_until(lock, seconds, [&] {
         return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.unacknowledged.empty(); });
       });
       is_closing_ = true;
+      kick();
+      if (drivers_ > 0) nudge();
     }
-    wake();
     if (thread_.joinable()) thread_.join();
+    for (std::unique_lock lock(mutex_); drivers_ > 0; lock.lock()) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
   }
 
  private:
@@ -283,24 +351,8 @@ class Proxy {
   }
 
   void run() {
-    double worked = 0.0;
-    uint64_t asked = 0;
     std::unique_lock lock(mutex_);
-    while (!is_closing_) {
-      bool was_busy = read_fifos();
-      if (asked != asked_) {  // a kernel that puts may be about to run
-        asked = asked_;
-        worked = now();
-      }
-      if (was_busy) flush_all();
-      open_due();
-      close_silent();
-      was_busy |= exchange(lock, choose_sleep(was_busy ? now() : worked));
-      acknowledge();
-      check_limits();
-      sweep();
-      if (was_busy) worked = now();
-    }
+    while (!is_closing_) take_turn(lock, kLongestSleep, true);
     for (int peer = 0; peer < world_; ++peer) {
       if (links_[peer].is_up) send(peer, make(kBye, links_[peer].received), nullptr);
     }
@@ -308,17 +360,38 @@ class Proxy {
     while (now() < deadline && std::any_of(connections_.begin(), connections_.end(), [](const auto& connection) {
              return connection->has_greeted && !connection->outgoing.empty();
            })) {
-      exchange(lock, 0.01);
+      exchange(lock, 0.01, true);
       sweep();
     }
     for (auto& connection : connections_) connection->is_closed = true;
     sweep();
   }
 
+  void take_turn(std::unique_lock<std::mutex>& lock, double seconds, bool is_thread) {
+    bool was_busy = read_fifos();
+    if (seen_ != asked_) {  // a kernel that puts may be about to run
+      seen_ = asked_;
+      worked_ = now();
+    }
+    if (was_busy) flush_all();
+    open_due();
+    close_silent();
+    was_busy |= exchange(lock, std::min(seconds, choose_sleep(was_busy ? now() : worked_)), is_thread);
+    acknowledge();
+    check_limits();
+    sweep();
+    if (was_busy) worked_ = now();
+    if (is_thread && drivers_ > 0 && (counted_ != reported_ || has_outgoing())) nudge();
+  }
+
+  bool has_outgoing() {
+    return std::any_of(connections_.begin(), connections_.end(),
+                       [](const auto& each) { return !each->is_closed && !each->outgoing.empty(); });
+  }
+
   double choose_sleep(double worked) {
-    bool is_polled = std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; });
-    if (is_polled && now() - worked < kSpinSeconds) return 0.0;
-    double seconds = is_polled ? kPollSeconds : kLongestSleep;  // what has come meanwhile ends it at once
+    if (has_polled_ && now() - worked < kSpinSeconds) return 0.0;
+    double seconds = has_polled_ ? kPollSeconds : kLongestSleep;  // what has come meanwhile ends it at once
     for (const Link& link : links_) {
       if (link.owed_since != 0.0) seconds = std::min(seconds, kAckSeconds);
       if (link.is_far && (!link.unacknowledged.empty() || !link.is_up)) seconds = std::min(seconds, kCheckSeconds);
@@ -425,11 +498,12 @@ class Proxy {
     return "";
   }
 
-  // Only this thread counts for a far peer, and the peer's proxy alone for a near one.
-  static void count(uint8_t* whole, const Region& region, uint64_t source, uint32_t signal) {
+  // Only this proxy counts for a far peer, and the peer's proxy alone for a near one.
+  void count(uint8_t* whole, const Region& region, uint64_t source, uint32_t signal) {
     if (signal == kNoSignal) return;
     std::atomic_ref counter(reinterpret_cast<uint32_t*>(whole)[source * region.signals + signal]);
     counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+    ++counted_;
   }
 
   bool reads(uint64_t number) {
@@ -488,6 +562,7 @@ class Proxy {
     Link& link = links_[peer];
     if (link.failure.empty()) link.failure = why;
     has_failed_ = true;
+    ++counted_;  // who waits, looks
     link.is_up = false;
     link.unacknowledged.clear();
     link.early.clear();
@@ -595,40 +670,52 @@ class Proxy {
   }
 
   void sweep() {
-    std::erase_if(connections_, [](const auto& connection) {
+    swept_ += std::erase_if(connections_, [](const auto& connection) {
       if (connection->is_closed && connection->fd >= 0) ::close(connection->fd);
       return connection->is_closed;
     });
   }
 
-  // Waits for events without the mutex, then serves them. Returns whether any peer sent anything.
-  bool exchange(std::unique_lock<std::mutex>& lock, double seconds) {
+  // Waits for events without the mutex, then serves them. Returns whether any peer sent anything. While a caller works,
+  // or has just done so, the thread waits for wake-ups alone.
+  bool exchange(std::unique_lock<std::mutex>& lock, double seconds, bool is_thread) {
     sweep();
-    std::vector<pollfd> polled{{wakes_, POLLIN, 0}, {listener_, POLLIN, 0}};
+    std::vector<pollfd> polled{{is_thread ? wakes_ : nudges_, POLLIN, 0}};
     std::vector<Connection*> served;
-    for (auto& connection : connections_) {
-      bool writes = !connection->is_open || !connection->outgoing.empty();
-      polled.push_back({connection->fd, short(POLLIN | (writes ? POLLOUT : 0)), 0});
-      served.push_back(connection.get());
+    double since = now() - driven_;
+    bool is_parked = is_thread && !is_closing_ && !has_polled_ && (drivers_ > 0 || since < kHoldSeconds);
+    if (is_parked) {
+      seconds = since < kLivelySeconds ? std::min(seconds, kHoldSeconds) : seconds;
+      parked_until_ = now() + seconds;
+    } else {
+      polled.push_back({listener_, POLLIN, 0});
+      for (auto& connection : connections_) {
+        bool writes = !connection->is_open || !connection->outgoing.empty();
+        polled.push_back({connection->fd, short(POLLIN | (writes ? POLLOUT : 0)), 0});
+        served.push_back(connection.get());
+      }
     }
-    if (seconds > 0.0) {
+    if (is_thread && seconds > 0.0) {
       is_asleep_ = true;
       std::atomic_thread_fence(std::memory_order_seq_cst);
       if (has_descriptors()) seconds = 0.0;
     }
     timespec pause{time_t(seconds), long((seconds - time_t(seconds)) * 1e9)};
+    uint64_t swept = swept_;
     lock.unlock();
     ++calls_[kPolls];
     int ready = ppoll(polled.data(), polled.size(), &pause, nullptr);
-    is_asleep_ = false;
+    if (is_thread) is_asleep_ = false;
     lock.lock();
+    if (is_thread) parked_until_ = 0.0;
     if (ready <= 0) return false;
     bool was_busy = false;
     if (polled[0].revents) {
       uint64_t count;
       ++calls_[kReceives];
-      (void)!read(wakes_, &count, sizeof count);
+      (void)!::read(polled[0].fd, &count, sizeof count);
     }
+    if (is_parked || swept != swept_) return false;  // swept: some of `served` are gone; what came is seen again
     if (polled[1].revents) accept_one();
     for (size_t index = 0; index < served.size(); ++index) {
       short events = polled[index + 2].revents;
@@ -703,9 +790,22 @@ class Proxy {
     }
   }
 
+  bool receive(Connection* connection) {
+    bool was_busy = read(connection);
+    if (connection->is_closed) return was_busy;
+    // A large payload comes in many packets, each of which would end a sleep.
+    int left = connection->in_payload ? int(std::min<uint64_t>(connection->frame.size - connection->filled, kAtOnce)) : 0;
+    int awaited = left < kWorthWaiting ? 1 : left;
+    if (awaited != connection->awaited &&
+        setsockopt(connection->fd, SOL_SOCKET, SO_RCVLOWAT, &awaited, sizeof awaited) == 0) {
+      connection->awaited = awaited;
+    }
+    return was_busy;
+  }
+
   // Receives what has come, up to some reads, so that others have their turn. A read takes the rest of a payload to its
   // place, and the frames behind it, if they are small, into the inbox.
-  bool receive(Connection* connection) {
+  bool read(Connection* connection) {
     static thread_local uint8_t discarded[1 << 16];
     for (size_t turn = 0; turn < kBuffersAtOnce; ++turn) {
       iovec parts[2];
@@ -862,13 +962,19 @@ class Proxy {
   const double limit_;
   uint8_t token_[16];
   std::string host_, broken_;
-  int listener_ = -1, wakes_ = -1;
+  int listener_ = -1, wakes_ = -1, nudges_ = -1;
   std::mutex mutex_;
   std::thread thread_;
   bool is_closing_ = false;
   double checked_ = 0.0;
   std::atomic<uint64_t> calls_[kCalls] = {}, asked_ = 0;  // asked_: to wake
-  std::atomic<bool> is_asleep_ = false, has_failed_ = false;
+  std::atomic<bool> is_asleep_ = false, has_failed_ = false, has_polled_ = false;  // has_polled_: kernels write to a FIFO
+  int drivers_ = 0;           // callers in `pause`
+  double driven_ = 0.0;       // when the last one left it
+  double parked_until_ = 0.0; // the thread leaves the connections to callers; 0: it does not
+  double worked_ = 0.0;
+  uint64_t seen_ = 0, swept_ = 0;         // seen_: of asked_; swept_: connections freed
+  uint64_t counted_ = 0, reported_ = 0;   // signals and failures; what `pause` has told of them
   std::vector<Link> links_;
   std::map<uint64_t, Region> regions_;
   uint64_t known_ = 0;
@@ -909,7 +1015,8 @@ EXPORT void proxy_add_fifo(void* proxy, uint64_t words, uint64_t capacity, uint6
 EXPORT void proxy_remove_fifo(void* proxy, uint64_t words) {
   static_cast<Proxy*>(proxy)->remove_fifo(reinterpret_cast<uint64_t*>(words));
 }
-EXPORT void proxy_wake(void* proxy) { static_cast<Proxy*>(proxy)->wake(); }
+EXPORT int proxy_wake(void* proxy) { return static_cast<Proxy*>(proxy)->wake(); }
+EXPORT void proxy_pause(void* proxy, double seconds) { static_cast<Proxy*>(proxy)->pause(seconds); }
 EXPORT int proxy_failure(void* proxy, int peer, char* text, int room) {
   std::string found = static_cast<Proxy*>(proxy)->failure(peer);
   int length = std::min<int>(found.size(), room);
