@@ -116,6 +116,25 @@ def test_nothing_hangs_attributes_on_objects_of_others():
     assert {str(path): found for path in parse_files() if (found := HUNG.findall(path.read_text()))} == {}
 
 
+MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm"} | {
+    "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"
+}  # fmt: skip
+OF_USERS = ("bench/", "models/", "stress/")  # they make what runs on the device of whoever calls them
+
+
+def test_tensors_are_made_on_a_device_that_is_named():
+    """Else they are made wherever `torch.set_default_device` or a `with torch.device(...)` of a user's points to."""
+    unnamed = []
+    for path, tree in parse_files().items():
+        name = path.relative_to(SOURCE).as_posix()
+        for node in [] if name.startswith(OF_USERS) else ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr=maker), keywords=keywords):
+                    if maker in MAKERS and not any(each.arg in ("device", None) for each in keywords):
+                        unnamed.append((name, node.lineno))
+    assert unnamed == []
+
+
 def name_module(path: Path) -> str:
     parts = path.relative_to(SOURCE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -297,3 +297,34 @@ def test_weights_of_a_model_with_roles_may_be_tied_after_parallelize(ranks, size
     for found in ranks(2).run(train_tied, sizes):
         assert found.keys() == expected.keys()
         assert max(distance(found[name], value) for name, value in expected.items()) < 1e-12
+
+
+def train_with_default_device(sizes: dict[str, int]) -> tuple[float, float]:
+    """The loss and the norm of the second step of a GPT, of a program whose default device is not the grid's."""
+    with torch.device("cpu"):
+        torch.manual_seed(0)
+        model: Any = GPT(GPTConfig(layers=2, hidden=8, heads=2, vocab=16, max_seq_len=8)).double()
+        tokens = torch.arange(36).view(4, 9) % 16
+    torch.set_default_device("meta")
+    try:
+        grid = Grid(**sizes, device="cpu")
+        model = parallelize(model, grid)
+        tokens = tokens[my_rows(grid, 4)]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        return loss.item(), whole.item()
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_default_device_of_the_users_does_not_matter(ranks):
+    (expected,) = ranks(1).run(train_with_default_device, {})
+    for sizes in ({"z": 2}, {"x": 2}):
+        found = ranks(2).run(train_with_default_device, sizes)
+        assert found == [pytest.approx(expected, rel=1e-9)] * 2

@@ -191,7 +191,7 @@ def measure_host_link(device: "torch.device", timed: Timed) -> HostLink:
     """Measure copies between pinned host memory and a GPU: in each direction alone, and in both, on two streams."""
     import torch
 
-    sent, received = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    sent, received = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu")
     there, source = torch.zeros(2, _HOST_COPY_BYTES, dtype=torch.uint8, device=device)
     side = torch.cuda.Stream(device)
 

@@ -74,9 +74,9 @@ def _numbers(elements: int, dtype: torch.dtype, reduction: str, rank: int) -> Te
     """Small whole numbers, so that every order of additions gives the same, also in bf16; 1 and 2 for products."""
     generator = torch.Generator().manual_seed(rank)
     if reduction == "prod":
-        return torch.randint(1, 3, (elements,), generator=generator).to(dtype)
+        return torch.randint(1, 3, (elements,), generator=generator, device="cpu").to(dtype)
     low = 0 if dtype is torch.uint8 else -2
-    return torch.randint(low, 3, (elements,), generator=generator).to(dtype)
+    return torch.randint(low, 3, (elements,), generator=generator, device="cpu").to(dtype)
 
 
 def _count_wrong(schedule: Schedule, inputs: list[Tensor], outputs: list[Tensor], chunk: int, reduction: str) -> int:

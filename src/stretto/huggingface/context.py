@@ -205,7 +205,7 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
     anew where plain transformers would not look for documents in them.
     """
     starts, mask, positions = (given.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids"))
-    begins = torch.zeros(rows, length, dtype=torch.bool)
+    begins = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
     begins[:, 0] = True
     if isinstance(starts, Tensor):
         starts = starts.cpu().long()
@@ -227,7 +227,7 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
         begins[:, 1:] |= (numbers.diff(dim=1) != 0).cpu()
     numbered = None
     if int(begins.sum()) > rows:
-        numbered = (begins * torch.arange(length)).cummax(1).values.int()
+        numbered = (begins * torch.arange(length, device="cpu")).cummax(1).values.int()
     if isinstance(mask, Tensor):
         mask = mask.bool().cpu()
         changes = mask[:, 1:] != mask[:, :-1]

@@ -88,9 +88,11 @@ def experts_kind(model: nn.Module, name: str) -> ExpertsKind:
         part: nn.Parameter(torch.randn(shape, generator=generator, device="cpu"))
         for part, shape in kind.shapes(experts, 8, 8).items()
     }
-    hidden = torch.randn(6, 8, generator=generator) * torch.tensor([0.1, 0.1, 1.0, 1.0, 10.0, 10.0]).unsqueeze(1)
-    ids = torch.stack([torch.randperm(experts, generator=generator)[: min(2, experts)] for _ in hidden])
-    factors = torch.rand(ids.shape, generator=generator)
+    hidden = torch.randn(6, 8, generator=generator, device="cpu") * torch.tensor(
+        [0.1, 0.1, 1.0, 1.0, 10.0, 10.0], device="cpu"
+    ).unsqueeze(1)
+    ids = torch.stack([torch.randperm(experts, generator=generator, device="cpu")[: min(2, experts)] for _ in hidden])
+    factors = torch.rand(ids.shape, generator=generator, device="cpu")
     takes_copies = len(inspect.signature(module.forward).parameters) == 1
     try:
         kind = replace(_with_gate(kind, trial), takes_copies=takes_copies)

@@ -72,10 +72,10 @@ def _computes(module: nn.Module, kind: NormKind) -> bool:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in trial.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu"))
         assert isinstance(trial.weight, Tensor)
         # small numbers, so that a different eps shows too
-        x = 0.01 * torch.randn(4, trial.weight.shape[0], generator=generator) + 0.005
+        x = 0.01 * torch.randn(4, trial.weight.shape[0], generator=generator, device="cpu") + 0.005
         try:
             actual = trial(x)
         except (TypeError, RuntimeError):  # it takes other arguments, so it is not one of these

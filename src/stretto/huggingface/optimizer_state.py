@@ -56,7 +56,7 @@ def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimize
         parameter = parameters.get(name)
         if parameter is None or name not in numbers or entry.shape not in ((), tuple(parameter.shape)):
             raise ValueError(f"{path} has {full_name}, which is no state of this optimizer")
-        value = torch.zeros_like(parameter, dtype=entry.torch_dtype) if entry.shape else torch.zeros(())
+        value = torch.zeros_like(parameter, dtype=entry.torch_dtype) if entry.shape else torch.zeros((), device="cpu")
         value = value.detach() if entry.shape else value.to(entry.torch_dtype)
         values.setdefault(numbers[name], {})[key] = value
         state[full_name] = _describe(full_name, parameter, value)

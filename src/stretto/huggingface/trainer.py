@@ -272,7 +272,7 @@ class _OnGrid:
             if id(tensor) not in seen:
                 seen[id(tensor)] = gather(tensor).detach().cpu() if isinstance(tensor, Tensor) else tensor
                 if not self.args.should_save:
-                    seen[id(tensor)] = torch.empty(0)
+                    seen[id(tensor)] = torch.empty(0, device="cpu")
             whole[name] = seen[id(tensor)]
         return whole
 

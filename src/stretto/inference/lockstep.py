@@ -53,7 +53,9 @@ class Lockstep:
         if self._ranks == 1:
             return len(step.ids) * has_work
         digest = zlib.crc32(repr(step).encode())
-        told = gather_rows(torch.tensor([[int(has_work), digest, len(step.ids)]]), self._ranks, self._group)
+        told = gather_rows(
+            torch.tensor([[int(has_work), digest, len(step.ids)]], device="cpu"), self._ranks, self._group
+        )
         digests = told[:, 1].view(-1, self._x)
         if (digests != digests[:, :1]).any():
             raise ValueError(

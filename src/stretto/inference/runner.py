@@ -198,7 +198,7 @@ class StepRunner:
         values = torch.stack(rows_of_values)
         if self.device.type == "cpu":
             return Drawn(values, None)
-        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
         there.copy_(values, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -252,5 +252,5 @@ class StepRunner:
 
     def _upload(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Numbers on the device. The host does not wait; torch keeps its memory until the copy is done."""
-        here = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda")
+        here = torch.tensor(numbers, dtype=dtype, pin_memory=self.device.type == "cuda", device="cpu")
         return here.to(self.device, non_blocking=True)

@@ -370,7 +370,7 @@ def _make_engine() -> type:
                     self.dtypes[name],
                     False,  # its dtype is as the sender says
                     [
-                        HeldBox(first, sizes, torch.empty(sizes, dtype=self.dtypes[name]))
+                        HeldBox(first, sizes, torch.empty(sizes, dtype=self.dtypes[name], device="cpu"))
                         for first, sizes in sorted(boxes[name])
                     ],
                 )

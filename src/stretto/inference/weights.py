@@ -233,7 +233,7 @@ class WeightChanges:
         from safetensors.torch import save
 
         self._step += 1
-        tensors = {"step": torch.tensor([self._step])}
+        tensors = {"step": torch.tensor([self._step], device="cpu")}
         weights = weights_of(self._model)
         for name, before in self._before.items():
             for number, (was, part) in enumerate(zip(before, weights[name].parts, strict=True)):
@@ -243,7 +243,7 @@ class WeightChanges:
                 of_bytes = old.view(torch.uint8).view(-1, size) != new.view(torch.uint8).view(-1, size)
                 changed = of_bytes.any(1).nonzero().squeeze(1)
                 key = f"{name}:{number}"
-                tensors[f"{key}:box"] = torch.tensor([part.offsets, part.sizes], dtype=torch.int64)
+                tensors[f"{key}:box"] = torch.tensor([part.offsets, part.sizes], dtype=torch.int64, device="cpu")
                 tensors[f"{key}:gaps"] = _encode_gaps(changed).cpu()
                 tensors[f"{key}:values"] = new[changed].cpu()
                 was.copy_(now)
@@ -322,7 +322,9 @@ def _parse_change(key: str, tensors: Mapping[str, Tensor], weights: Mapping[str,
     if name not in weights:
         raise ValueError(f"a patch is of {name!r}, which this model does not have")
     shape, dtype = weights[name].shape, weights[name].dtype
-    box, gaps, values = (tensors.get(f"{key}:{part}", torch.empty(0)) for part in ("box", "gaps", "values"))
+    box, gaps, values = (
+        tensors.get(f"{key}:{part}", torch.empty(0, device="cpu")) for part in ("box", "gaps", "values")
+    )
     is_valid = box.shape == (2, len(shape)) and box.dtype == torch.int64 and gaps.dtype == torch.uint8
     is_valid &= gaps.dim() == values.dim() == 1
     # Buffers have their own dtypes.
@@ -377,7 +379,7 @@ def _decode_gaps(encoded: Tensor) -> Tensor:
     """The places of `_encode_gaps`, int64."""
     is_end = encoded != _LONG_GAP
     before = encoded.long().cumsum(0)[is_end]
-    return before + torch.arange(len(before))
+    return before + torch.arange(len(before), device="cpu")
 
 
 def _require_same(wanted: Told, shapes: Mapping[str, torch.Size]) -> None:

@@ -67,7 +67,7 @@ _free_rows: list[int] = []
 _next_row = 1  # row 0 is the summary
 _rows: Tensor | None = None  # int32 [MAX_RECORDS, RECORD_WORDS], made by the first `register`
 _is_pinned = False
-_summary = torch.zeros(1, dtype=torch.int32).numpy()  # the table's row 0, once there is a table
+_summary = torch.zeros(1, dtype=torch.int32, device="cpu").numpy()  # the table's row 0, once there is a table
 _unseen: list[str] = []  # messages of failures whose workspaces were closed before anything raised them
 _listeners: list[Callable[[int], None]] = []
 _flags: dict[torch.device, Tensor] = {}  # the failure flag of each device
@@ -272,7 +272,7 @@ def _table(device: torch.device) -> Tensor:
     if _rows is None:
         _is_pinned = device.type == "cuda"
         with torch.inference_mode(False):
-            _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=_is_pinned)
+            _rows = torch.zeros(MAX_RECORDS, RECORD_WORDS, dtype=torch.int32, pin_memory=_is_pinned, device="cpu")
         _summary = _rows[0].numpy()
         for listener in _listeners:
             listener(_rows.data_ptr())

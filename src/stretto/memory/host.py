@@ -183,7 +183,7 @@ class HostMemory(SymmetricMemory):
         """
         assert self.endpoint is not None, "no rank is on another node"
         if key not in self._sources:
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")
             self._sources[key] = self.endpoint.add_source(memory), memory
         return self._sources[key]
 
@@ -297,7 +297,9 @@ class HostMemory(SymmetricMemory):
 
 def allocate_in_process(world_size: int, size: int, signals: int = 0) -> tuple[HostMemory, ...]:
     """Allocate the memories of `world_size` ranks that all live in this process, in one thread."""
-    regions = [torch.zeros(_pad_bytes(world_size, signals) + size, dtype=torch.uint8) for _ in range(world_size)]
+    regions = [
+        torch.zeros(_pad_bytes(world_size, signals) + size, dtype=torch.uint8, device="cpu") for _ in range(world_size)
+    ]
     return tuple(HostMemory(rank, regions, size, signals, None) for rank in range(world_size))
 
 

@@ -59,7 +59,7 @@ def allocate_pinned(num_bytes: int, device: torch.device) -> Tensor:
     if num_bytes:
         _require_left(num_bytes)
     if device.type != "cuda" or num_bytes == 0:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     _free_postponed()

@@ -25,8 +25,8 @@ class PinnedPuts:
         self.memory, self.endpoint = memory, memory.endpoint
         whole, is_on_gpu = memory.whole(), device.type == "cuda"
         unpin = pin_shared(whole, device) if is_on_gpu else None
-        self.words = torch.zeros(CAPACITY * WORDS, dtype=torch.int64, pin_memory=is_on_gpu)
-        self.tail = torch.zeros(1, dtype=torch.int64, pin_memory=is_on_gpu)
+        self.words = torch.zeros(CAPACITY * WORDS, dtype=torch.int64, pin_memory=is_on_gpu, device="cpu")
+        self.tail = torch.zeros(1, dtype=torch.int64, pin_memory=is_on_gpu, device="cpu")
         self.tickets = torch.zeros(2, dtype=torch.int64, device=device)
         self.signals: Tensor = whole[: 4 * memory.world_size * memory.signals].view(torch.int32)
         fifo = Fifo(self.words.view(CAPACITY, WORDS), self.tail)

@@ -50,7 +50,7 @@ def all_gather_data(value: T, group: dist.ProcessGroup | None = None, kind: Any 
         dist.all_gather(received, torch.nn.functional.pad(own, (0, size - own.numel())).to(device), group=group)
         return [each.cpu() for each in received]
 
-    length = torch.tensor([packed.numel()]).view(torch.uint8)
+    length = torch.tensor([packed.numel()], device="cpu").view(torch.uint8)
     heads = gather(torch.cat((length, packed[:_FIRST_BYTES])), len(length) + _FIRST_BYTES)
     sizes = [_check_length(int(head[: len(length)].view(torch.int64)), rank) for rank, head in enumerate(heads)]
     texts = [head[len(length) :] for head in heads]

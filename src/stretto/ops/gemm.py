@@ -255,7 +255,7 @@ def _known_block(block: tuple[int, ...]) -> list[int]:
     """The block as Triton's descriptors have it. AssertionError or ValueError for a block that Triton refuses."""
     sizes = list(block)
     strides = [16 * block[-1]] * (len(block) - 1) + [1]
-    return TensorDescriptor(torch.empty(0, dtype=torch.float64), sizes, strides, sizes).block_shape
+    return TensorDescriptor(torch.empty(0, dtype=torch.float64, device="cpu"), sizes, strides, sizes).block_shape
 
 
 def takes_tma(matrix: Tensor) -> bool:

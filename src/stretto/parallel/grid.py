@@ -118,7 +118,7 @@ class Grid:
         self.device = _initialize(ranks, None if device is None else torch.device(device), limit)
         if dist.get_world_size() != ranks:
             raise ValueError(mismatch(self.sizes, dist.get_world_size()))
-        self._places = torch.arange(ranks).view([sizes[axis] for axis in OUTER_TO_INNER])
+        self._places = torch.arange(ranks, device="cpu").view([sizes[axis] for axis in OUTER_TO_INNER])
         world = dist.group.WORLD
         assert world is not None
         self.timeout = timedelta(seconds=group_timeout(world)) if limit is None else limit

@@ -409,7 +409,7 @@ class DistributedEmbeddingBag(TableModule):
         if (input.dim() == 2) != (offsets is None):
             raise ValueError("input [bags, ids of each] takes no offsets, and input [ids] takes them: where bags begin")
         if offsets is None:
-            offsets = torch.arange(len(input) + 1) * input.shape[1]
+            offsets = torch.arange(len(input) + 1, device="cpu") * input.shape[1]
         elif not self.include_last_offset:
             offsets = torch.cat([offsets, offsets.new_full((1,), len(input))])
         weights = None if per_sample_weights is None else per_sample_weights.flatten()
@@ -430,5 +430,6 @@ class DistributedEmbedding(TableModule):
 
     def _cut(self, input: Tensor) -> FeatureBags:
         require_type(input, Tensor, "input")
-        ends = torch.tensor([0, input.numel()])  # one bag of all ids, so that ranks may have unequally many
+        # One bag of all ids, so that ranks may have unequally many.
+        ends = torch.tensor([0, input.numel()], device="cpu")
         return FeatureBags(input.flatten(), ends, None, 1)

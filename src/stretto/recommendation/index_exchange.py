@@ -118,7 +118,7 @@ class IndexExchange:
             self._bags = cut_bags(indices, lengths, ends, placement, weights)
         counts = [[shard.total for shard in of_rank] for of_rank in self._bags]
         header = batch, int(weights is not None and weights.requires_grad)
-        there = torch.tensor([number for of_rank in counts for number in (*header, *of_rank)])
+        there = torch.tensor([number for of_rank in counts for number in (*header, *of_rank)], device="cpu")
         here = there.new_empty(group.size() * (2 + len(placement.shards[group.rank()])))
         receives, sends = [len(here) // group.size()] * group.size(), [2 + len(of_rank) for of_rank in counts]
         self._header = Pending(there)
@@ -312,8 +312,8 @@ def _check_indices(
     rank: int,
     names: Sequence[str] | None,
 ) -> None:
-    sizes = torch.tensor(ends).diff()
-    limits = torch.tensor([table.ids for table in placement.tables]).repeat_interleave(sizes)
+    sizes = torch.tensor(ends, device="cpu").diff()
+    limits = torch.tensor([table.ids for table in placement.tables], device="cpu").repeat_interleave(sizes)
     bad = (indices < 0) | (indices >= limits.to(indices.device, non_blocking=True))
     if not bool(bad.any()):
         return

@@ -73,7 +73,7 @@ def _cut_rows(indices: Tensor, lengths: Tensor, starts: Sequence[int]) -> tuple[
     """Return the lengths of each part's bags, [parts, local batch], a table's indices in order of parts, in their rows,
     and which index stands where. A part's indices keep their order. One below 0 goes to the first part, one above the
     rows to the last."""
-    firsts = torch.tensor(starts, dtype=indices.dtype).to(indices.device, non_blocking=True)
+    firsts = torch.tensor(starts, dtype=indices.dtype, device="cpu").to(indices.device, non_blocking=True)
     part = torch.bucketize(indices, firsts[1:], right=True)
     samples = torch.arange(len(lengths), device=indices.device)
     bag = part * len(lengths) + samples.repeat_interleave(lengths, output_size=len(indices))

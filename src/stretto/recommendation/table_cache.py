@@ -189,7 +189,7 @@ class CachedTables:
                 slots[part] = cache.fetch(lookups.indices[part], number, kept)
         except ValueError as error:
             refused = error
-        own = torch.tensor(-1 if refused is None else self._group.rank())
+        own = torch.tensor(-1 if refused is None else self._group.rank(), device="cpu")
         refusing = start_all_reduce(own, self._group, dist.ReduceOp.MAX)
         ready = None
         if self._device.type == "cuda":

@@ -33,7 +33,9 @@ from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.suggestions import name_known
 
-_NO_BAGS = FeatureBags(torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), None, 0)
+_NO_BAGS = FeatureBags(
+    torch.empty(0, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu"), None, 0
+)
 
 
 class TableSpec(NamedTuple):

@@ -29,7 +29,7 @@ def hash_bits(tensors: Sequence[Tensor]) -> Tensor:
     It reads each tensor once, and the host does not wait.
     """
     if not tensors:
-        return torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     hashes = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for number, tensor in enumerate(tensors):
         words = _words_of(tensor)
@@ -54,7 +54,7 @@ def _words_of(tensor: Tensor) -> Tensor:
 
 
 def _hash_on_cpu(words: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device="cpu")
     for first in range(0, words.numel(), CPU_BLOCK):
         part = words[first : first + CPU_BLOCK].long()
         total += (part * multipliers(first, first + len(part))).sum()
@@ -63,5 +63,5 @@ def _hash_on_cpu(words: Tensor) -> Tensor:
 
 def multipliers(first: int, stop: int) -> Tensor:
     """The multipliers of words `first` to `stop`, int64."""
-    mixed = torch.arange(first, stop) * GOLDEN
+    mixed = torch.arange(first, stop, device="cpu") * GOLDEN
     return (mixed ^ (mixed >> 32)) | 1

@@ -78,7 +78,8 @@ class ShardOptimizer:
                     "layouts": [_find_layout(self.parameters[name]) for name in matrices],
                 }
             )
-        nothing = {"params": [nn.Parameter(torch.empty(0))], "weight_decay": 0.0}  # torch refuses an empty list
+        # Torch refuses an empty list.
+        nothing = {"params": [nn.Parameter(torch.empty(0, device="cpu"))], "weight_decay": 0.0}
         self.inner = make([group for group in groups if group["params"]] or [nothing])
         state = state_of(model)
         if matrices and isinstance(self.inner, Muon) and state is not None and state.grid.size("pipe") == 1:

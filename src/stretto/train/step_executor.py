@@ -153,7 +153,7 @@ class CudaGraphExecutor(StepExecutor):
         if dropout_seed is not None:
             raise ValueError("a CUDA graph draws the same dropout masks in every step: pass no dropout_seed")
         if not isinstance(lr, Tensor):  # a number would be captured as a constant; fp64, which Python's numbers are
-            lr = torch.tensor(lr, dtype=torch.float64).pin_memory().to(batch[0].device, non_blocking=True)
+            lr = torch.tensor(lr, dtype=torch.float64, device="cpu").pin_memory().to(batch[0].device, non_blocking=True)
         loss, grad_norm = self._captured(*batch, lr)
         return loss, grad_norm
 

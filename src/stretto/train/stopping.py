@@ -39,7 +39,7 @@ class StopRequest:
             limit = timedelta(seconds=group_timeout(None))
             self._group = SharedGroups().get_for_all("stop requests", backend="gloo", timeout=limit)
         self._exchange: Pending | None = None
-        self._asked = torch.zeros(1, dtype=torch.int32)
+        self._asked = torch.zeros(1, dtype=torch.int32, device="cpu")
 
     def request(self) -> None:
         """Ask all ranks to stop after the same step, as a signal to this process would."""

@@ -233,7 +233,7 @@ class Buffers:
 
 def poisoned(elements: int, dtype: torch.dtype) -> Tensor:
     """A tensor of unwritten memory, filled with NaN, or an unlikely integer."""
-    return torch.full((elements,), float("nan") if dtype.is_floating_point else 0x5A, dtype=dtype)
+    return torch.full((elements,), float("nan") if dtype.is_floating_point else 0x5A, dtype=dtype, device="cpu")
 
 
 def overlap(first: Tensor, second: Tensor) -> bool:

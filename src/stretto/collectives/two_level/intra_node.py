@@ -162,7 +162,7 @@ def _owners(node: IntraNodeGroup, first: int, last: int) -> list[tuple[slice | T
             found.append((slice(owner * nodes.size, (owner + end - begin) * nodes.size), begin, end))
         else:
             ranks = [rank for ranks in nodes.ranks[owner : owner + end - begin] for rank in ranks]
-            found.append((torch.tensor(ranks), begin, end))
+            found.append((torch.tensor(ranks, device="cpu"), begin, end))
     return found
 
 

@@ -116,7 +116,10 @@ class Fifo:
     @classmethod
     def allocate(cls, capacity: int = CAPACITY) -> "Fifo":
         """Allocate a FIFO that only the host posts to."""
-        return cls(torch.zeros(capacity, WORDS, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        return cls(
+            torch.zeros(capacity, WORDS, dtype=torch.int64, device="cpu"),
+            torch.zeros(1, dtype=torch.int64, device="cpu"),
+        )
 
     def post(self, put: Put, timeout: float) -> None:
         """Write a put's descriptor, once there is room. TimeoutError if the proxy makes none in `timeout` seconds."""

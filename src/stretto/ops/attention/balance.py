@@ -53,11 +53,11 @@ def balance(documents: Sequence[int], ranks: int, length: int) -> tuple[tuple[tu
 
     documents: where each begins, then the sequence's length. The same on all ranks: integers alone.
     """
-    edges = torch.tensor(documents)
+    edges = torch.tensor(documents, device="cpu")
     sizes = edges.diff()
     whole = _Circle(edges[:-1], torch.zeros_like(sizes), sizes)
     if length % 2 == 0:
-        chunks = whole.measure(torch.arange(2 * ranks + 1) * (length // 2))[0].diff()
+        chunks = whole.measure(torch.arange(2 * ranks + 1, device="cpu") * (length // 2))[0].diff()
         scores = (chunks + chunks.flip(0))[:ranks]
         if int(scores.max()) * ranks <= _GOOD_ENOUGH * int(scores.sum()):
             return None
@@ -76,11 +76,11 @@ def _find_arc(circle: _Circle, ranks: int, length: int, allowed: float) -> int:
     """Where an arc of `length` places begins with 1 / ranks of the circle's scores, at most `allowed` more or less."""
     total = ranks * length
     begins = circle.counts.cumsum(0) - circle.counts
-    even = torch.arange(0, total, max(1, length // _CANDIDATES))
+    even = torch.arange(0, total, max(1, length // _CANDIDATES), device="cpu")
     starts = torch.cat((begins, (begins - length) % total, even))
     before, first = circle.measure(starts)
     after, last = circle.measure(starts + length)
-    whole = int(circle.measure(torch.tensor([total]))[0])
+    whole = int(circle.measure(torch.tensor([total], device="cpu"))[0])
     error = ((after - before) * ranks - whole).abs()
     fits = error <= max(int(error.min()), allowed * ranks)
     # Keys before an arc in its first document come to it, and its own of the last one go to what is left.

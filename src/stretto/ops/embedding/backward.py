@@ -562,8 +562,8 @@ def _correct_means(step: TableUpdate) -> Tensor | None:
 @functools.lru_cache(maxsize=64)
 def _find_tables_of(dims: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the table of each `QUANTUM` of columns, int32."""
-    repeats = torch.tensor([dim // QUANTUM.value for dim in dims])
-    return torch.arange(len(dims), dtype=torch.int32).repeat_interleave(repeats).to(device)
+    repeats = torch.tensor([dim // QUANTUM.value for dim in dims], device="cpu")
+    return torch.arange(len(dims), dtype=torch.int32, device="cpu").repeat_interleave(repeats).to(device)
 
 
 def find_gradients(

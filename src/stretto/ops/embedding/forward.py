@@ -279,7 +279,7 @@ def count_channels(placement: EmbeddingPlacement) -> int:
 def _count_signals(placement: EmbeddingPlacement, device: torch.device) -> Tensor:
     """Return how much each channel's counter grows in a call (`BlockChannel.begin`'s counts)."""
     rank, world, channels = placement.rank, placement.world_size, count_channels(placement)
-    counts = torch.zeros(2, world, world * limit_channels(world, CHANNELS), dtype=torch.int32)
+    counts = torch.zeros(2, world, world * limit_channels(world, CHANNELS), dtype=torch.int32, device="cpu")
     for peer in range(world):
         if peer != rank:
             for source, reader, direction in ((peer, rank, 0), (rank, peer, 1)):

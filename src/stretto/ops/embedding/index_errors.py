@@ -41,7 +41,7 @@ class IndexErrors:
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank = rank
         self._state = torch.zeros(1, dtype=torch.int32, device=device)
-        self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._words = torch.zeros(WORDS, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
         self.report = IndexErrorReport(self._state, self._words)
         self._seen = self._words.numpy()  # the same memory, read in a tenth of the time
 

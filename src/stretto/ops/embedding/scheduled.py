@@ -77,7 +77,12 @@ class ScheduledMoves(NamedTuple):
         movers = max(_count_programs(device) // 2, 1) if nodes else 0
         tables = make_tables(routed, rank, *sizes, device, pooled, nodes=nodes, movers=movers)
         puts = find_put_channel(group, device, movers) if nodes else None
-        table = torch.tensor(rows, dtype=torch.int32)[:, None, None].expand(world, world, 2).contiguous().to(device)
+        table = (
+            torch.tensor(rows, dtype=torch.int32, device="cpu")[:, None, None]
+            .expand(world, world, 2)
+            .contiguous()
+            .to(device)
+        )
         memory = ring.slots.view(placement.dtype)[: sum(landed) * columns].view(-1, columns)
         return cls(ring, tables, table, columns, LandedRows(memory, *landed), puts, is_back)
 

@@ -468,7 +468,7 @@ def count_signals(joint: JointSchedule, capacity: int, rank: int, signals: int =
     signals: of a move to each destination.
     """
     near = joint.list_near(rank)
-    counts = torch.zeros(2, len(near), capacity, dtype=torch.int32)
+    counts = torch.zeros(2, len(near), capacity, dtype=torch.int32, device="cpu")
     for sender, of_sender in enumerate(joint.ranks):
         for one in (one for move in of_sender.moves for one in move.destinations if one.channel != NOBODY):
             giver = joint.find_giver(sender, one.rank)
@@ -539,7 +539,7 @@ def _make_tables(
         destinations.append(_Entry(receive.rows, near.index(rank), receive.channel))
 
     def table(numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers) or [0], dtype=torch.int32).to(device)
+        return torch.tensor(list(numbers) or [0], dtype=torch.int32, device="cpu").to(device)
 
     def look_up(entries: list[_Entry]) -> tiles.DynamicMapping:
         """Rows, ranks and channels of each entry; NOBODY's has no channel."""

@@ -349,7 +349,7 @@ def make_tables(
     begin = routed.channels * of_message  # of the channels of rows that are given
 
     def table(numbers: Iterable[int]) -> Tensor:
-        return torch.tensor(list(numbers) or [0], dtype=torch.int32).to(device)
+        return torch.tensor(list(numbers) or [0], dtype=torch.int32, device="cpu").to(device)
 
     def span(sender: int, number: int) -> list[tuple[int, int, int]]:
         """(rank, first channel, the one after it) of each signal of a message; NOBODY's has none."""
@@ -415,7 +415,7 @@ def make_tables(
         ]
         order, begins = list(chain.from_iterable(shares)), list(accumulate(map(len, shares), initial=0))
 
-    counts = torch.zeros(2, len(near), capacity, dtype=torch.int32)
+    counts = torch.zeros(2, len(near), capacity, dtype=torch.int32, device="cpu")
     for sender, routes in enumerate(routed.ranks):
         for message in routes.messages:
             channels_of = slice(message.channel * of_message, (message.channel + 1) * of_message)

@@ -133,7 +133,7 @@ class _Record:
     def __init__(self, group: str, device: torch.device) -> None:
         self._group, ranks = group, find_group(group).size()
         self.state = torch.zeros(2, ranks, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(2, ranks, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._seen = torch.zeros(2, ranks, dtype=torch.int64, pin_memory=device.type == "cuda", device="cpu")
 
     def update(self, needed: Tensor, max_rows: int) -> None:
         """Record a call's needs, [ranks]."""

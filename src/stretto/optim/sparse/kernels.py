@@ -68,7 +68,9 @@ def find_selectors(device: torch.device) -> tuple[Tensor, Tensor]:
     words = [
         [sum(0x10 + 0x22 * of << 8 * to for to, of in enumerate(row)) for row in half] for half in (packing, unpacking)
     ]
-    rows = torch.tensor([[half[byte % 16] + (half[byte // 16] << 32) for byte in range(256)] for half in words])
+    rows = torch.tensor(
+        [[half[byte % 16] + (half[byte // 16] << 32) for byte in range(256)] for half in words], device="cpu"
+    )
     packs, unpacks = rows.to(device).unbind()
     return packs, unpacks
 

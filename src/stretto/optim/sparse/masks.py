@@ -77,7 +77,7 @@ def find_threshold(count: Callable[[int], int], left: int) -> tuple[float, int]:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if count(middle) >= left else (low, middle)
-    return float(torch.tensor(low, dtype=torch.int32).view(torch.float32)), left - count(low + 1)
+    return float(torch.tensor(low, dtype=torch.int32, device="cpu").view(torch.float32)), left - count(low + 1)
 
 
 def select_above(weight: Tensor, threshold: float, ties: int) -> Tensor:

@@ -165,7 +165,7 @@ class SGDUpdate(Update):
         self.momentum, self.tile = momentum, tile
         self.slots = {"momentum_buffer": torch.float32} if momentum else {}
         self._settings: StepSettings | None = None
-        self._lr: Tensor = torch.empty(())
+        self._lr: Tensor = torch.empty((), device="cpu")
         self._weight_decays: tuple[float, ...] = ()
 
     def begin(self, settings: StepSettings, histories: Mapping[int, History], weight_decays: tuple[float, ...]) -> None:
@@ -224,7 +224,7 @@ class TiledUpdate(Update):
         self._settings: StepSettings | None = None
         self._before: Mapping[int, History] = {}
         self._after: dict[int, dict[str, Any]] = {}
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, device="cpu")
         self._is_skipped = False
 
     def begin(self, settings: StepSettings, histories: Mapping[int, History], weight_decays: tuple[float, ...]) -> None:
@@ -331,7 +331,7 @@ def find_slots(make: MakeOptimizer) -> dict[str, torch.dtype]:
 
 def _try(make: MakeOptimizer, shapes: list[tuple[int, ...]]) -> tuple[Tensor, dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(24, generator=generator)
+    values = torch.randn(24, generator=generator, device="cpu")
     sizes = [torch.Size(shape).numel() for shape in shapes]
     parameters = [
         nn.Parameter(part.clone().view(shape)) for part, shape in zip(values.split(sizes), shapes, strict=True)
@@ -339,7 +339,7 @@ def _try(make: MakeOptimizer, shapes: list[tuple[int, ...]]) -> tuple[Tensor, di
     try:
         optimizer = make([{"params": parameters, "weight_decay": 0.01}])
         for _ in range(3):
-            gradient = torch.randn(24, generator=generator)
+            gradient = torch.randn(24, generator=generator, device="cpu")
             for parameter, part in zip(parameters, gradient.split(sizes), strict=True):
                 parameter.grad = part.clone().view(parameter.shape)
             optimizer.step()

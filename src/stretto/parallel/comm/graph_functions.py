@@ -68,7 +68,7 @@ class GraphFunction:
     def follow(self, *weights: Tensor | None) -> None:
         """Take these weights from now on: a conversion has replaced them, they were frozen or unfrozen, or the stream
         has changed: what autograd accumulates in a weight, it does on the stream on which its node was made."""
-        self.key = torch.empty(0)  # frees the weights' nodes, which this may be all that keeps
+        self.key = torch.empty(0, device="cpu")  # frees the weights' nodes, which this may be all that keeps
         self.edges: tuple[tuple[Any, int], ...] = ()
         self.weights = tuple(weight for weight in weights if weight is not None)
         with torch.inference_mode(False), torch.enable_grad():
@@ -113,7 +113,8 @@ class _WeightKey(torch.autograd.Function):
     def forward(ctx: Any, number: float, *weights: Tensor | None) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.count = len(weights)
-        return torch.tensor([number], dtype=torch.float64)  # a compiler makes a constant of one without dims
+        # A compiler makes a constant of one without dims.
+        return torch.tensor([number], dtype=torch.float64, device="cpu")
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, ...]:
@@ -285,7 +286,7 @@ def _register(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any] 
 
 _register(
     "new_number(Tensor this) -> Tensor",
-    lambda this: torch.tensor([next(_numbers)], dtype=torch.float64),
+    lambda this: torch.tensor([next(_numbers)], dtype=torch.float64, device="cpu"),
     torch.empty_like,
 )
 _register(
@@ -295,7 +296,10 @@ _register(
 _register(
     "call_function(Tensor this, Tensor key, Tensor[] inputs, SymInt[] shape, bool[] needs) -> (Tensor, Tensor)",
     _call_function,
-    lambda this, key, inputs, shape, needs: (inputs[0].new_empty(shape), torch.empty(1, dtype=torch.float64)),
+    lambda this, key, inputs, shape, needs: (
+        inputs[0].new_empty(shape),
+        torch.empty(1, dtype=torch.float64, device="cpu"),
+    ),
 )
 _register(
     "differentiate_function(Tensor key, Tensor token, Tensor[] inputs, Tensor gradient, bool[] needs) -> Tensor[]",

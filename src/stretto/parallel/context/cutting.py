@@ -93,7 +93,7 @@ def documents_of_row(documents: Tensor, row: int, length: int) -> Tensor:
 def find_places(rows: Sequence[tuple[int, ...]], rank: int, ranks: int) -> Tensor:
     """The places of a rank's tokens in each row of packed documents, in the balanced layout: int64 [rows, part]."""
     chunks = [list_chunks("balanced", rank, ranks, each[-1] // ranks, each) for each in rows]
-    return torch.stack([torch.cat([torch.arange(*chunk) for chunk in each]) for each in chunks])
+    return torch.stack([torch.cat([torch.arange(*chunk, device="cpu") for chunk in each]) for each in chunks])
 
 
 def take_places(whole: Tensor, places: Tensor) -> Tensor:

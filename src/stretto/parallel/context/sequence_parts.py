@@ -138,7 +138,7 @@ class SequenceParts:
         """The places in a whole sequence, if it is not balanced, of a rank's part of so many tokens, int64 [part], on
         the CPU."""
         rank = self.group.rank() if rank is None else rank
-        return cut_part(torch.arange(part * self.group.size()), self.group.size(), rank, self.layout, 0)
+        return cut_part(torch.arange(part * self.group.size(), device="cpu"), self.group.size(), rank, self.layout, 0)
 
     def cut_targets_of(self, model: nn.Module, given: Mapping[str, Any], labels: Tensor) -> Tensor:
         """`cut_targets`, for the forward pass to come, of these arguments."""

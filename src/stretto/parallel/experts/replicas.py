@@ -91,7 +91,7 @@ class ExpertReplicas:
     def place(self, loads: list[int], spare: int) -> ReplicaPlacement:
         """Place replicas for these loads, and begin to count anew."""
         placement = place_replicas(loads, self._group.size(), spare)
-        self.placed, self.counts = placement, torch.empty(0)
+        self.placed, self.counts = placement, torch.empty(0, device="cpu")
         return placement
 
 
@@ -128,5 +128,5 @@ def balance_experts(model: nn.Module, replicas: int = 1) -> Mapping[str, float]:
         earlier.following = later
     for name, each in found.items():
         if name not in busiest:
-            each.placed, each.counts = None, torch.empty(0) if replicas else None
+            each.placed, each.counts = None, torch.empty(0, device="cpu") if replicas else None
     return busiest

@@ -64,7 +64,7 @@ class ParallelDropout(ShardedModule):
         if not self.training or self.p == 0.0:
             return x
         # Also for an empty shard: keeps generators in step. A tensor, since a number would break a compiler's graph.
-        seed = torch.randint(0, 2**62, ())
+        seed = torch.randint(0, 2**62, (), device="cpu")
         if x.numel() == 0:
             return x
         if x.dim() == 1:

@@ -214,7 +214,7 @@ class _Attention(torch.autograd.Function):
         else:
             keys, values = keys.flatten(0, 1).unsqueeze(1), values.flatten(0, 1).unsqueeze(1)
             offsets, lengths = documents, documents.diff()
-            table = (offsets[:-1, None] + torch.arange(int(lengths.max()))).clamp(max=len(keys) - 1).int()
+            table = (offsets[:-1, None] + torch.arange(int(lengths.max()), device="cpu")).clamp(max=len(keys) - 1).int()
             offsets, lengths, table = (each.to(device) for each in (offsets, lengths, table))
         queries = query.transpose(1, 2).contiguous().view(-1, heads, size)
         options: dict[str, Any] = {"scale": scale, "window": window, "invariant": True}
@@ -241,10 +241,12 @@ def _make_mask(query: torch.Size, key: torch.Size, window: int | None, documents
     new, whole = query[2], key[2]
     if window is None and documents is None and new == whole:
         return None
-    place = torch.arange(whole)
+    place = torch.arange(whole, device="cpu")
     distance = place[whole - new :, None] - place
     seen = (distance >= 0) & (distance < (window or whole))
     if documents is None:
         return seen[None, None]
-    number = torch.searchsorted(documents[1:].long(), torch.arange(query[0] * whole), right=True).view(-1, whole)
+    number = torch.searchsorted(documents[1:].long(), torch.arange(query[0] * whole, device="cpu"), right=True).view(
+        -1, whole
+    )
     return (seen & (number[:, :, None] == number[:, None]))[:, None]

@@ -214,7 +214,7 @@ class ActionRunner:
 
     def _send(self, operation: Literal["F", "B"], stage: int, number: int, tensors: Sequence[Tensor | None]) -> None:
         """Send a message with the time at which it leaves."""
-        sent = torch.tensor(time.time(), dtype=torch.float64)
+        sent = torch.tensor(time.time(), dtype=torch.float64, device="cpu")
         if self.stages.stage_ranks[stage] != self.stages.rank:
             count_message(tensors)
         self.transport.send(self.stages.stage_ranks[stage], MessageKey(operation, stage, number), [sent, *tensors])
@@ -286,12 +286,12 @@ def _number(action: Action) -> int:
 
 def _announce(group: dist.ProcessGroup, action: Action) -> None:
     """Tell the ranks that share this rank's micro-batches what to compute."""
-    words = torch.tensor([action.operation is _B, _number(action)], dtype=torch.int64)
+    words = torch.tensor([action.operation is _B, _number(action)], dtype=torch.int64, device="cpu")
     dist.broadcast(words, group=group, group_src=0)
 
 
 def _receive_action(group: dist.ProcessGroup, stage: int) -> Action:
-    words = torch.empty(2, dtype=torch.int64)
+    words = torch.empty(2, dtype=torch.int64, device="cpu")
     dist.broadcast(words, group=group, group_src=0)
     is_backward, number = words.tolist()
     return Action(stage, _B if is_backward else _F, number)

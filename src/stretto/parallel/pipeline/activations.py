@@ -187,7 +187,7 @@ class StandIns:
                 self.leaves.append(made.requires_grad_())
                 made = made.clone()  # the model's code may write to it in place
             elif made.is_floating_point():
-                made = _StandIn.apply(torch.zeros((), requires_grad=True), [made], self.refusal)
+                made = _StandIn.apply(torch.zeros((), requires_grad=True, device="cpu"), [made], self.refusal)
             self._made[layout] = made
         return self._made[layout]
 
@@ -211,7 +211,7 @@ class Activations:
 
     def as_message(self) -> list[Tensor | None]:
         """The tensors to send: a header, layouts, the states of random generators, and the activations."""
-        header = torch.tensor([self.micro_batches, *self.batch_shape, *self.places], dtype=torch.int64)
+        header = torch.tensor([self.micro_batches, *self.batch_shape, *self.places], dtype=torch.int64, device="cpu")
         cpu, gpu = self.random_state or (None, None)
         return [header, self.layouts.packed(), cpu, gpu, *self.tensors]
 
@@ -232,7 +232,7 @@ class Activations:
     def record(self) -> list[Tensor | None]:
         """Have autograd record what is done with the tensors. A backward pass puts their gradients into the list."""
         gradients: list[Tensor | None] = [None] * len(self.tensors)
-        root = torch.zeros((), requires_grad=True)
+        root = torch.zeros((), requires_grad=True, device="cpu")
         self.tensors = [
             _Enter.apply(root, [tensor], gradients, number) if tensor.is_floating_point() else tensor
             for number, tensor in enumerate(self.tensors)

@@ -132,8 +132,8 @@ class GlooTransport(MessageTransport):
                 packed.view(torch.int64)[MessageHeader.CHOICE] = 1
                 sends.append((_LEAD, parts.pop(lead)))
             else:
-                sends.append((_LEAD, torch.zeros(1, dtype=torch.uint8)))
-        first = torch.empty(_size_of_first(inline, layouts, packed.numel()), dtype=torch.uint8)
+                sends.append((_LEAD, torch.zeros(1, dtype=torch.uint8, device="cpu")))
+        first = torch.empty(_size_of_first(inline, layouts, packed.numel()), dtype=torch.uint8, device="cpu")
         first[: packed.numel()] = packed
         for index, start in inline.items():
             data = as_bytes(tensors[index])  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ class GlooTransport(MessageTransport):
         return (tensors, None) if self._staging is None else self._staging.to_device(tensors, header.tensors)
 
     def _post_ahead(self, source: int) -> "_Posted":
-        first = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        first = torch.empty(FIRST_BYTES, dtype=torch.uint8, device="cpu")
         first_work = self._post_receive(source, _FIRST, first)
         size = self._posted_bytes.get((source, self.rank), 0)
         if not size:
@@ -221,7 +221,7 @@ class GlooTransport(MessageTransport):
         try:
             if self._staging is None:
                 return self._buffers.take(num_bytes)
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         except RuntimeError as error:  # gloo's errors have the same type, and another cause
             raise MemoryError(f"no host memory for a message of {num_bytes} bytes: {error}") from error
 
@@ -352,4 +352,6 @@ def _close_connections(gloo: Any, rank: int, size: int) -> None:
     for peer in range(size):
         if peer != rank:
             with contextlib.suppress(RuntimeError):
-                gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER).wait(timedelta(milliseconds=1))
+                gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _NEVER).wait(
+                    timedelta(milliseconds=1)
+                )

@@ -128,7 +128,7 @@ class MessageHeader:
                 words.append(-1)
             else:
                 words += (int(layout.is_on_gpu), DTYPES.index(layout.dtype), len(layout.shape), *layout.shape)
-        return torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+        return torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
 
     @classmethod
     def unpack(cls, data: Tensor) -> tuple["MessageHeader", int]:
@@ -187,7 +187,7 @@ class ReceiveBuffers:
     def take(self, num_bytes: int) -> Tensor:
         """Memory as uint8 [num_bytes], aligned to 64 bytes, with any contents."""
         if num_bytes < SMALLEST_REUSED:
-            return torch.empty(num_bytes, dtype=torch.uint8)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         with self._lock:
             free = (each for each in self._buffers if each.view() is None and num_bytes <= each.size <= 2 * num_bytes)
             buffer = next(free, None)

@@ -218,7 +218,9 @@ class SharedMemoryTransport(MessageTransport):
     def _prepare(self, peer: int, header: MessageHeader, header_bytes: int) -> "SlicedMessage":
         """A message to receive, with memory for its tensors."""
         tensors = [None if one is None else self._empty(peer, one) for one in header.tensors]
-        return SlicedMessage(header, tensors, torch.empty(header_bytes, dtype=torch.uint8), self._is_in_slots)
+        return SlicedMessage(
+            header, tensors, torch.empty(header_bytes, dtype=torch.uint8, device="cpu"), self._is_in_slots
+        )
 
     def _empty(self, peer: int, layout: TensorLayout) -> Tensor:
         return layout.view(self._buffers.take(layout.num_bytes))

@@ -208,7 +208,7 @@ class DLRMTask(TrainTask):
         """Read a step's batch, and begin to exchange its indices. A batch that cannot be read is refused."""
         tables, stream = self.model.tables, side_stream(self.grid.device)
         assert isinstance(tables, ShardedTables)
-        nothing = torch.zeros(1)
+        nothing = torch.zeros(1, device="cpu")
         dense, indices, offsets, labels, refused = nothing, nothing.long()[:0], nothing.long(), nothing, None
         with on_stream(stream):
             try:

@@ -269,7 +269,7 @@ def _write_file(checkpoint: Path, file: Path, weights: Mapping[str, _Weight]) ->
     entries, checksums = dict(_header(weights)), dict[str, str]()
     with open(file, "wb") as out:
         out.write(make_header(entries, None))
-        last, whole = None, torch.empty(0)
+        last, whole = None, torch.empty(0, device="cpu")
         for name, weight in weights.items():
             if weight.entry is not last:  # parts of one tensor follow each other
                 last, whole = weight.entry, read_tensor(checkpoint, weight.entry, weight.name)

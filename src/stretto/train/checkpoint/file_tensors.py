@@ -77,7 +77,7 @@ class CheckedTensor(PlainTensor):
         shape = self.stored.shape or (1,)
         # Rows at a time, so that a rank that reads a few columns of each takes little memory.
         row = math.prod(shape[1:]) * dtype.itemsize
-        values = torch.empty(tuple(sizes) or (1,), dtype=dtype)
+        values = torch.empty(tuple(sizes) or (1,), dtype=dtype, device="cpu")
         first = offsets[0] if offsets else 0
         at_once = max(1, _BYTES_AT_ONCE // max(1, row))
         box = tuple(slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))

@@ -192,4 +192,4 @@ def _slice(memory: Tensor, start: int, size: int) -> Tensor:
     """Bytes of an allocation, as a tensor that has the whole storage: torch.save writes storages, and would first
     copy a tensor that has only a part of one."""
     storage: Any = memory.untyped_storage()[start : start + size]
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (size,), (1,))

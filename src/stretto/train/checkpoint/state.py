@@ -181,7 +181,7 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
 
 def _pruned_state(optimizer: StoredOptimizer, masks: Masks) -> dict[str, ShardedState]:
     """The state of a pruned model's parameters, dense, so that it may be resumed without masks; and the masks."""
-    state = {"training.sparsity": ShardedState((1,), (LocalBox((0,), torch.tensor([masks.sparsity])),))}
+    state = {"training.sparsity": ShardedState((1,), (LocalBox((0,), torch.tensor([masks.sparsity], device="cpu")),))}
     for name, parameter in optimizer.parameters.items():
         for key, slot in optimizer.state(name).items():
             if slot.dim():
@@ -201,7 +201,7 @@ def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, spars
     """
     if "training.sparsity" not in metadata.tensors or not sparsity:
         return None
-    found = torch.zeros(1)
+    found = torch.zeros(1, device="cpu")
     load_state(path, metadata, {"training.sparsity": ShardedState((1,), (LocalBox((0,), found),))})
     if abs(float(found) - sparsity) > 1e-6:
         raise ValueError(
@@ -271,7 +271,7 @@ def load_optimizer_state(
             load_state(path, metadata, {full_name: sharded_state_of(parameter, dense)})  # one dense tensor at a time
             optimizer.set_slot(name, key, dense)
         else:
-            own[key] = torch.zeros((), dtype=entry.torch_dtype)
+            own[key] = torch.zeros((), dtype=entry.torch_dtype, device="cpu")
             state[full_name] = ShardedState((), (LocalBox((), own[key]),))
     state |= {name: whole for name, whole in _scale_state(optimizer).items() if name in metadata.tensors}
     load_state(path, metadata, state)

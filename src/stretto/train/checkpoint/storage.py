@@ -310,7 +310,7 @@ def read_tensor(path: Path, entry: TensorEntry, name: str | None = None) -> Tens
 
     name: in the checkpoint, for messages.
     """
-    whole = torch.empty(entry.shape, dtype=entry.torch_dtype)
+    whole = torch.empty(entry.shape, dtype=entry.torch_dtype, device="cpu")
     for chunk in entry.chunks:
         piece = StoredPiece(name, chunk)
         try:

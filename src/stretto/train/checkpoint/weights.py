@@ -135,7 +135,7 @@ def _are_equal(one: FileTensor, other: FileTensor) -> bool:
     rows, *sizes = one.shape or (1,)
     at_once = max(1, _COMPARED_AT_ONCE // max(1, prod(sizes)))
     for start in range(0, rows, at_once):
-        values = torch.empty((2, min(at_once, rows - start), *sizes), dtype=torch.float64)
+        values = torch.empty((2, min(at_once, rows - start), *sizes), dtype=torch.float64, device="cpu")
         for tensor, into in zip((one, other), values, strict=True):
             tensor.copy_into(into.view(-1 if tensor.shape else (), *sizes), (start, *(0 for _ in sizes)))
         if not torch.equal(*values):

@@ -92,7 +92,7 @@ class StepRecorder:
         began = self._mark
         arrival: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            on_host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True)
+            on_host = torch.empty(len(numbers), dtype=torch.float64, pin_memory=True, device="cpu")
             numbers = on_host.copy_(numbers, non_blocking=True)
             self._mark = arrival = _mark_now()
         self._waiting.append(_Launched(step, lr, numbers, began, arrival))

@@ -157,7 +157,7 @@ def _identify_gloo_threads(grid: Grid) -> None:
     ):  # of one group, the last mark counts
         if grid.size(axis) > 1:
             with record_function(GROUP_MARK + axis):
-                tensors = [torch.zeros(1) for _ in range(PROBES)]
+                tensors = [torch.zeros(1, device="cpu") for _ in range(PROBES)]
                 works = [dist.all_reduce(tensor, group=grid.group(axis), async_op=True) for tensor in tensors]
                 for work in works:
                     work.wait()
