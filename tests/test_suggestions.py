@@ -13,7 +13,7 @@ import stretto
 from stretto import optim, parallel, recommendation
 from stretto.collectives.algorithms import ALGORITHMS
 from stretto.models.gpt_config import PRESETS
-from stretto.ops.operator import is_traced, require_operands
+from stretto.ops.operator import flatten_rows, is_traced, require_operands
 from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, name_known, similar_names
 
 
@@ -83,6 +83,7 @@ def test_what_is_no_module_grid_or_tensor_is_refused_by_name() -> None:
         (recommendation.prefetch_embeddings, (3, []), "model is 3"),
         (is_traced, (torch.zeros(1), None, 3), "takes tensors, not 3 of type int"),
         (require_operands, ("an operator", 3, torch.zeros(1), None), "takes tensors, not 3 of type int"),
+        (flatten_rows, ("an operator", [[1.0]]), "takes tensors, not .* of type list"),
     ]
     for function, arguments, words in calls:
         with pytest.raises(TypeError, match=words):

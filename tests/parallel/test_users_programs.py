@@ -135,6 +135,7 @@ def refusals(sizes: dict[str, int]) -> dict[str, str]:
     try_on("weight norm", lambda m: weight_norm(m[0]) and None)
     try_on("copy of a block", lambda m: copy.deepcopy(m[0]))
     try_on("pickle of a block", lambda m: pickle.dumps(m[0]))
+    try_on("shared memory", lambda m: m.share_memory())
     try_on("data of another dtype", lambda m: setattr(m[0].weight, "data", m[0].weight.data.bfloat16()))
     try_on("data of another shape", lambda m: setattr(m[0].weight, "data", torch.ones(2)))
     try_on("of no block", lambda m: register_forward_method(nn.Linear(2, 2), "forward"))
@@ -170,6 +171,7 @@ def test_programs_that_would_be_silently_wrong_are_refused_with_what_to_do(ranks
             assert "parametrize" in messages[name]
         assert "neither copied nor pickled" in messages["copy of a block"]
         assert "neither copied nor pickled" in messages["pickle of a block"]
+        assert "not put into shared memory" in messages["shared memory"]
         assert "model.to(dtype) converts one" in messages["data of another dtype"]
         assert "cannot become a tensor [2] of torch.float32 by .data" in messages["data of another shape"]
         assert "neither a model that stretto.parallelize has returned nor a block of one" in messages["of no block"]

@@ -351,7 +351,11 @@ def require_place(operator: str, x: Tensor) -> None:
 
 
 def flatten_rows(operator: str, x: Tensor) -> Tensor:
-    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous."""
+    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous.
+
+    TypeError for what is no tensor.
+    """
+    _require_tensors((x,))
     if x.dim() == 2:
         return x
     if x.dim() < 2:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -141,6 +141,10 @@ class TensorOnGrid(DTensor):
             self.late_write()
         shard: Tensor = super().to_local(**options)
         return shard
+
+    def share_memory_(self) -> Self:
+        """Refused: torch shares a tensor's own storage, of which a DTensor has none, and ends the process."""
+        raise ValueError("shards are not put into shared memory: share a copy, of stretto.parallel.gather(parameter)")
 
 
 def has_layout(tensor: object) -> bool:
