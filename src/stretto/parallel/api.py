@@ -96,7 +96,7 @@ def parallelize(
     parts = SequenceParts(model, grid) if grid.size("context") > 1 else None
     before = [weakref.ref(parameter) for parameter in model.parameters()]
     install(model, place(model, request, plan, seed=seed), parts)
-    refuse_optimizers_of(before, model)
+    refuse_optimizers_of(before, model.parameters())
     return model
 
 

@@ -95,7 +95,7 @@ def distribute_embeddings(
         made[name] = _kind_of(module).distributed(module, exchanges[name], own).train(module.training)  # type: ignore[union-attr]
     tables = [ref(table) for module in found.values() for table in module.parameters()]
     if "" in found:
-        refuse_optimizers_of(tables, made[""])
+        refuse_optimizers_of(tables, made[""].parameters())
         return made[""]
     empty = {name: nn.Module() for name in found}  # while the rest is parallelized
     _replace(model, {id(found[name]): empty[name] for name in found})
@@ -106,7 +106,7 @@ def distribute_embeddings(
         _replace(model, {id(empty[name]): found[name] for name in found})
         raise
     _replace(model, {id(empty[name]): made[name] for name in found})
-    refuse_optimizers_of(tables, model)
+    refuse_optimizers_of(tables, model.parameters())
     return model
 
 

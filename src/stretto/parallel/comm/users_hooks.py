@@ -2,6 +2,7 @@
 """Users' hooks of accumulated gradients, called once `.grad` is reduced and not while autograd accumulates; and their
 optimizers of parameters that shards have replaced, which raise an error."""
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import ref
@@ -100,17 +101,22 @@ def alive(kept: "ref[Kept]") -> Kept:
 _replaced: dict[int, ref[nn.Parameter]] = {}  # by id, while anything holds them
 
 
-def refuse_optimizers_of(before: Iterable[ref[nn.Parameter]], model: nn.Module) -> None:
-    """Have optimizers of parameters of `before` that are no longer the model's raise ValueError in `step`.
+def refuse_optimizers_of(before: Iterable[ref[nn.Parameter]], now: Iterable[nn.Parameter]) -> None:
+    """Have optimizers of parameters of `before` that are none of a model's `now` raise ValueError in `step`.
 
     They would skip them in silence, as these get no gradients. Where nothing holds one any more, nothing is watched.
     """
-    own = {id(parameter) for parameter in model.parameters()}
+    own = {id(parameter) for parameter in now}
     left = [parameter for one in before if (parameter := one()) is not None and id(parameter) not in own]
     alive = {id(parameter): ref(parameter, _forget) for parameter in left}
-    if alive and not _replaced:
-        register_optimizer_step_pre_hook(_refuse_replaced)
+    if alive:
+        _watch_optimizers()
     _replaced.update(alive)
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def _forget(dead: ref[nn.Parameter]) -> None:
