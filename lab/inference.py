@@ -204,7 +204,7 @@ class SumsByLibrary(AbstractContextManager[None]):
         offset: float,
         invariant: bool,
     ) -> tuple[Tensor, Tensor]:
-        """What `ops.matmul_all_reduce_norm` returns."""
+        """Compute `ops.matmul_all_reduce_norm` by another library's sum."""
         assert not invariant
         rows = x.flatten(0, -2)
         total = self._sum_symmetric(rows, weight, group) if self._is_symmetric else rows @ weight.t()

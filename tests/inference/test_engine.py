@@ -274,6 +274,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
         ({"cache_tokens": 15}, "less than a page of 16; 16 would do"),
         ({"chunk": 0}, "chunk is 0"),
         ({"divide_from": 0}, "divide_from is 0, but must be a positive integer"),
+        ({"divide_from": "fast"}, "divide_from is 'fast', but must be 'auto', None or a positive integer"),
         ({"model": make("llama")}, "Engine takes a model that stretto.parallelize has returned"),
     ],
     ids=str,

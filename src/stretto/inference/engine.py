@@ -66,6 +66,8 @@ class Engine:
         divide_from: int | str | None = "auto",
     ) -> None:
         sizes: dict[str, Any] = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
+        if isinstance(divide_from, str) and divide_from != "auto":
+            raise ValueError(f"divide_from is {divide_from!r}, but must be 'auto', None or a positive integer")
         sizes |= {} if divide_from in (None, "auto") else {"divide_from": divide_from}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:

@@ -152,7 +152,7 @@ class _FusedBlock:
         block.forward = self.forward
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """What the block returns: the residual, or, of all blocks but the last, this rank's part of it."""
+        """Compute the block's residual; where tokens are divided this rank's part of it, but after the last block."""
         block, attention, mlp, tokens = self._block, self._attention, self._mlp, self._tokens
         if args:
             return self._own(hidden_states, *args, **kwargs)

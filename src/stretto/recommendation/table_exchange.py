@@ -242,7 +242,7 @@ class TableExchange:
         return self.make_bags(lambda: select_features(features, self.features, is_weighted=is_weighted))
 
     def make_bags(self, make: Callable[[], FeatureBags]) -> FeatureBags:
-        """What `make` returns; what it raises is raised once the other ranks know, which then raise ValueError."""
+        """Call `make` for the bags. Its error is raised once the other ranks know, which then raise ValueError."""
         try:
             return make()
         except Exception as error:

@@ -116,8 +116,8 @@ def _find_by_torch(ids: Tensor, weights: Tensor | None, local: int, ranks: int) 
     capacity = t * min(k, ranks)
     places = torch.where(is_pair, numbers, capacity).reshape(-1)
     found = owners.new_zeros(2, capacity + 1)
-    found[0].scatter_(0, places, torch.arange(t, device="cpu").repeat_interleave(ranks))
-    found[1].scatter_(0, places, torch.arange(ranks, device="cpu").repeat(t))
+    found[0].scatter_(0, places, torch.arange(t, device=ids.device).repeat_interleave(ranks))
+    found[1].scatter_(0, places, torch.arange(ranks, device=ids.device).repeat(t))
     tokens, of_ranks = found[:, :capacity]
     experts = ids.index_select(0, tokens) - of_ranks[:, None] * local
     words = torch.where((experts >= 0) & (experts < local), experts, local).to(torch.int32)

@@ -114,9 +114,9 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
             self.tokens.note(ids.shape)
         whose = self.first_row, self.padding_row, self.plan, self.group, self.tokens
         found = _VocabularyLookup.apply(ids, self.weight, *whose)
-        return note_features(
-            found if self.scale == 1.0 else found * torch.tensor(self.scale, dtype=found.dtype, device="cpu"), "y"
-        )
+        if self.scale != 1.0:
+            found = found * torch.tensor(self.scale, dtype=found.dtype, device="cpu")
+        return note_features(found, "y")
 
 
 class ParallelPositions(_WholeSizes, ShardedModule):
