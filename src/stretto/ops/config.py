@@ -83,9 +83,9 @@ class KernelConfig(NamedTuple):
     how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes:
     bytes transferred per signal. exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of
     an all-reduce: 1, all ranks send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with
-    another rank's tiles (Flux, section 4.1); if not, all begin with rank 0's. schedule: the name of a collective's
-    schedule that moves rows (`stretto.ops.joint`), "" for the operator's own way. Tuning files contain these names:
-    renaming a field makes earlier measurements unreadable.
+    another rank's tiles (Flux, section 4.1), by a schedule with those that arrive, or are needed, first; if not, all
+    begin with rank 0's. schedule: the name of a collective's schedule that moves rows (`stretto.ops.joint`), "" for the
+    operator's own way. Tuning files contain these names: renaming a field makes earlier measurements unreadable.
     """
 
     implementation: str = "kernel"

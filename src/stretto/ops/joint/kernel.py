@@ -3,6 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -302,7 +303,9 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     assert blocks is not None
     by_copies, pulls = config.transfer == "copies", config.direction == "pull"
     members, nodes = find_group(group), find_nodes(group, x.device)
-    joint = find_joint(operator, config.schedule, members.size(), x.shape[0], blocks.m, nodes, pulls=pulls)
+    shape = members.size(), x.shape[0], blocks.m
+    shifts = config.is_shifted
+    joint = find_joint(operator, config.schedule, *shape, nodes, pulls=pulls, is_shifted=shifts)
     width = x.shape[1] if joint.is_gather else weight.shape[0]
     group_here = find_node_group(group, x.device, nodes) if nodes else group
     landing = find_landing(group_here, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
@@ -316,7 +319,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
         _require_countable(joint, width)
     tables: _Tables = find_known(
         group, x.device,
-        ("joint", operator, config.schedule, *x.shape, blocks.m, weight.shape[0], blocks.n, movers, pulls,
+        ("joint", operator, config.schedule, *x.shape, blocks.m, weight.shape[0], blocks.n, movers, pulls, shifts,
          block_channel.channels),
         lambda: _make_tables(
             joint, block_channel.channels, rank, width, divide_up(weight.shape[0], blocks.n), max(movers, 1), x.device
@@ -437,13 +440,16 @@ def find_joint(
     nodes: tuple[int, ...] = (),
     *,
     pulls: bool = False,
+    is_shifted: bool = True,
 ) -> JointSchedule:
     """The operator's verified joint schedule for x of so many rows. ValueError for one that is refused.
 
-    nodes: of each rank, where there are several.
+    nodes: of each rank, where there are several. is_shifted: if not, tiles are in the order of rows on all ranks.
     """
     joint = join(operator, find_schedule(operator, schedule, ranks), rows, block_rows)
     joint = pull(joint) if pulls else joint
+    if not is_shifted:
+        joint = replace(joint, ranks=tuple(plan._replace(tiles=tuple(sorted(plan.tiles))) for plan in joint.ranks))
     return require_verified(cross_nodes(joint, nodes) if nodes else joint)
 
 
