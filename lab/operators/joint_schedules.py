@@ -6,10 +6,10 @@ and each algorithm simulated, on the links of a cluster file and with the speed 
 `--variants` adds TileLink's ablations (section 5) and Flux's figure 8: the direct algorithm by the other resource
 (copy engines pushing or pulling, 20 programs), or with tiles in the order of rows on all ranks in place of the order
 in which chunks arrive or are needed, which on a direct algorithm is Flux's shift; a ring by 20 programs (TileLink,
-figure 4); and the operator's own exchanges: copy engines, the same with tiles in the order of rows, programs.
-The last lines say the simulation's median error, how often what it picks is the fastest or within 2% of it (of 2 ranks
-all algorithms move the same rows), and at how many shapes the fastest is within 2% of the default. 3 operators at 4
-sizes take 90 s on 4 GPUs.
+figure 4); and the operator's own exchanges: copy engines, the same with tiles in the order of rows, programs that push
+or pull. The last lines say the simulation's median error, how often what it picks is the fastest or within 2% of it
+(of 2 ranks all algorithms move the same rows), and at how many shapes the fastest is within 2% of the default. 3
+operators at 4 sizes take 90 s on 4 GPUs.
 """
 
 import statistics
@@ -48,14 +48,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pulled": ("direct", {"transfer": "copies", "direction": "pull"}),
     "programs": ("direct", {"transfer": "programs", "movers": 20}),
     "ring_programs": ("ring", {"transfer": "programs", "movers": 20}),
+    "own": ("", {}),
+    "own_plain": ("", {"is_shifted": False}),
+    "own_programs": ("", {"transfer": "programs"}),
+    "own_pulled": ("", {"transfer": "programs", "direction": "pull"}),
 }
-"""Other configurations of an algorithm by `--variants`."""
-OWN = {
-    "own": KernelConfig(),
-    "own_plain": KernelConfig(is_shifted=False),
-    "own_programs": KernelConfig(transfer="programs"),
-}
-"""The operator's own exchanges, by the same option."""
+"""Other configurations by `--variants`, of an algorithm or ("") of the operator's own exchange."""
 CLOSE = 1.02
 _TILE_ROWS = 128  # of the simulated product
 
@@ -97,6 +95,7 @@ class Row:
     own: float | None = column("own, copy engines (ms)", "{:.4f}")
     own_plain: float | None = column("own, copy engines, tiles by rows (ms)", "{:.4f}")
     own_programs: float | None = column("own, programs (ms)", "{:.4f}")
+    own_pulled: float | None = column("own, programs that pull (ms)", "{:.4f}")
     direct_simulated: float | None = column("simulated: direct", "{:.4f}")
     ring_simulated: float | None = column("ring", "{:.4f}")
     recursive_simulated: float | None = column("recursive", "{:.4f}")
@@ -122,21 +121,20 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
     operands = RotatingOperands.make(name, m, n, k, None, torch.bfloat16, device)
     whole = torch.randn(m, k, device=device).to(torch.bfloat16)
     runs: Runs = {"gemm": lambda: torch.mm(whole, operands.next_weight().t()), "default": operands.call}
-    configs = {
-        short: decode(encode_schedule(name, algorithm, "kernel", world_name()))
-        for short, algorithm in zip(SHORT, CANDIDATES[name], strict=True)
-    }
-    if setting.variants:
-        others = {variant: configs[short]._replace(**changes) for variant, (short, changes) in VARIANTS.items()}
-        pulls = is_gather(name)
-        configs |= {
-            key: one for key, one in others.items() if (pulls or key != "pulled") and one not in configs.values()
-        }
+    algorithms = dict(zip(SHORT, CANDIDATES[name], strict=True))
+    ways: dict[str, tuple[str, dict[str, Any]]] = {short: (short, {}) for short in SHORT}
+    ways |= VARIANTS if setting.variants else {}
+    configs: dict[str, KernelConfig] = {}
     failed = []
-    for key, config in (configs | (OWN if setting.variants else {})).items():
+    for key, (short, changes) in ways.items():
         try:
+            own = KernelConfig().encode()
+            encoded = encode_schedule(name, algorithms[short], "kernel", world_name()) if short else own
+            config = decode(encoded)._replace(**changes)
+            if config in configs.values() or (config.direction == "pull" and not is_gather(name)):
+                continue
             operands.call(config)
-            runs[key] = partial(operands.call, config)
+            configs[key], runs[key] = config, partial(operands.call, config)
         except FAILURES as error:
             failed.append(f"{key}: {in_one_line(error)[:80]}")
     timed = time_interleaved(runs, 64 << 20, is_graph=True, effort=TimingEffort(rounds=5, replays=2), rests=False)
@@ -144,8 +142,8 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
     cluster, speed = Cluster.find(setting.cluster), 2.0 * m * n * k / timed["gemm"].seconds
     memory = cluster.gpu.measured_memory_bandwidth or cluster.gpu.memory_bandwidth
     assert memory is not None
-    for key in configs.keys() & runs.keys():
-        config = configs[key]
+    joints = {key: config for key, config in configs.items() if config.schedule}
+    for key, config in joints.items():
         by_programs = device.type == "cuda" and config.transfer == "programs"
         movers = config.movers / count_processors(device.index) if by_programs else 0.0
         joint = find_joint(
@@ -159,7 +157,7 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
         )
         time = simulate_joint(joint, of_cluster(cluster, world), ProductCosts(speed, memory, n, k, movers=movers))
         row[f"{key}_simulated"] = time.seconds * 1e3
-    if measured := {key: row[f"{key}_simulated"] for key in configs if key in row}:
+    if measured := {key: row[f"{key}_simulated"] for key in joints}:
         fastest, picked = min(row[key] for key in measured), min(measured, key=measured.__getitem__)
         row["to_default"] = fastest / row["default"]
         row["is_picked"] = row[picked] <= CLOSE * fastest
@@ -168,9 +166,8 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
 
 def summarize(rows: "list[Case]") -> tuple[str, ...]:
     """The median error of the simulation, how often it picks the fastest, and how often the default is matched."""
-    pairs = [
-        (row[key], row[f"{key}_simulated"]) for row in rows for key in (*SHORT, *VARIANTS) if row.get(key) is not None
-    ]
+    found = [(row.get(key), row.get(f"{key}_simulated")) for row in rows for key in (*SHORT, *VARIANTS)]
+    pairs = [(one, other) for one, other in found if one is not None and other is not None]
     known = [row for row in rows if row.get("to_default") is not None]
     if not pairs:
         return ()

@@ -11,16 +11,20 @@ from lab.operators.joint_schedules import SHORT, JointSchedulesSetting, measure,
 
 @pytest.mark.long
 def test_each_schedule_is_timed_and_simulated(interpret):
-    setting = JointSchedulesSetting(("scatter",), ms=(64,), ranks=2)
+    setting = JointSchedulesSetting(("scatter",), ms=(64,), ranks=2, variants=True)
     cases = [{"operator": kind, "m": 64} for kind in setting.operators]
     for row in interpret(2, measure_rows, 2, None, cases, [None], partial(measure, setting), len)[0]:
         assert row["failed"] is None
-        assert all(row[short] > 0 and row[f"{short}_simulated"] > 0 for short in SHORT)
+        for key in (*SHORT, "plain", "copies", "programs", "ring_programs"):
+            assert row[key] > 0
+            assert row[f"{key}_simulated"] > 0
+        assert row["own_plain"] > 0
 
 
 def test_the_last_lines_say_the_error_and_what_was_picked():
     row = {"direct": 1.0, "direct_simulated": 1.1, "ring": 2.0, "ring_simulated": 1.0}
     rows = [row | {"to_default": 1.01, "is_picked": False}, row | {"to_default": 1.1, "is_picked": True}, {}]
     simulated, default = summarize(rows)
-    assert simulated.startswith("4 joint schedules, simulated: median error 30%; the fastest is picked at 1 of 2")
+    assert simulated.startswith("4 joint schedules, simulated: median error 30%")
+    assert simulated.endswith("at 1 of 2 shapes")
     assert default.endswith("at 1 of 2 shapes")

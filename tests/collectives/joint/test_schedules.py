@@ -55,6 +55,20 @@ def test_random_verified_schedules_are_proved(operator):
         assert verify_joint(random_joint(rng, operator)) == []
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_tiles_of_direct_algorithms_have_fluxs_shift(ranks):
+    for operator, name in (
+        ("all_gather_matmul", "direct-all-gather"),  # as rows arrive: those of the rank before it first
+        ("matmul_reduce_scatter", "direct-reduce-scatter"),
+        ("matmul_all_reduce", "two-shot-all-reduce"),
+    ):
+        joint = join(operator, find(name).compile(ranks=ranks), 4 * ranks, 4 * ranks)
+        step, first = (-1, 0) if joint.is_gather else (1, 1)
+        for rank, plan in enumerate(joint.ranks):
+            wanted = [(rank + first + step * turn) % ranks for turn in range(ranks)]
+            assert [tile.channel for tile in plan.tiles] == wanted
+
+
 def change_plan(joint, rank, **changes):
     plans = list(joint.ranks)
     plans[rank] = plans[rank]._replace(**changes)

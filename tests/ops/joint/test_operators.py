@@ -18,7 +18,7 @@ from stretto.collectives.algorithms import find
 from stretto.ops import operator as operator_module
 from stretto.ops.config import decode
 from stretto.ops.joint import kernel
-from stretto.ops.joint.registry import encode_schedule
+from stretto.ops.joint.registry import encode_schedule, name_schedule
 
 OPERATORS = {
     "all_gather_matmul": ("direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"),
@@ -45,7 +45,8 @@ def multiply(operator, schedule, shape, dtype, by_columns, has_bias):
     if operator == "matmul_all_reduce" and has_bias:  # of which all ranks have the same
         dist.broadcast(bias, 0)
     transfer = "copies" if dtype == torch.float32 else "programs"  # of gathered rows
-    how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer=transfer, movers=1 + world % 2)
+    blocks, shifts = BLOCKS._replace(m=16), rows % 2 == 0
+    how = ops.KernelConfig(blocks=blocks, transfer=transfer, movers=1 + world % 2, is_shifted=shifts)
     run, before = getattr(ops, operator), ops.counts().get((operator, "kernel"), 0)
     weight = lie(weights[rank], by_columns)
     out, again = (run(inputs[rank], weight, bias=bias, implementation=how, schedule=schedule) for _ in range(2))
@@ -73,6 +74,12 @@ def test_products_with_a_schedule_are_right(interpret, operator, schedule, case)
         assert ran == 2
         if operator == "matmul_all_reduce":
             assert total == results[0][2]
+
+
+def test_tiles_that_are_not_shifted_are_in_the_order_of_rows():
+    ring = name_schedule("matmul_reduce_scatter", "ring-reduce-scatter", "kernel", 3)
+    joint = kernel.find_joint("matmul_reduce_scatter", ring, 3, 48, 16, is_shifted=False)
+    assert [[tile.start for tile in plan.tiles] for plan in joint.ranks] == [[0, 16, 32]] * 3
 
 
 def run_random(seed, operator, count):
@@ -157,6 +164,7 @@ def refuse():
         ("all_gather_matmul", "ring-all-gathr", {}),
         ("all_gather_matmul", ring, {"implementation": "library"}),
         ("matmul_all_reduce", 3, {}),
+        ("matmul_all_reduce", find("ring-all-reduce"), {}),
     ):
         with pytest.raises(ValueError) as refusal:
             getattr(ops, operator)(x, weight, schedule=schedule, **options)
@@ -175,6 +183,7 @@ def test_schedules_that_an_operator_cannot_have_are_refused(interpret):
                 "ring-all-gather",
                 "leave out",
                 "algorithm's name or a compiled Schedule",
+                ": its .compile(ranks=2, ...)",
             ),
             strict=True,
         ):

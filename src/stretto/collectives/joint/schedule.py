@@ -344,7 +344,7 @@ class _Lowering:
             start, channel = self.landing[receive.message]
             source = Source(Rows(LANDED, start, start + self._count(index)), receive.peer, channel)
             self._define(receive.value, index, (source,), sends[receive.value], lowerings, sent)
-        for load in of_level.loads:
+        for load in sorted(of_level.loads, key=lambda load: self._measure_way(sends[load.value], len(lowerings))):
             index = self._places[Buffer.IN].get(load.place, NOBODY)
             if index == NOBODY:
                 raise ValueError(f"{self._name}: rank {self.rank} reads a place that nothing was written to")
@@ -352,6 +352,10 @@ class _Lowering:
         for reduce in of_level.reduces:
             added = self._add(reduce)
             self._define(reduce.value, self._index[reduce.left], added, sends[reduce.value], lowerings, sent)
+
+    def _measure_way(self, sends: list[SendChunk], ranks: int) -> int:
+        """To how many ranks ahead a chunk goes first: all ranks begin with the next one, and never meet at one."""
+        return min(((send.peer - self.rank) % ranks for send in sends), default=0)
 
     def _define(
         self,

@@ -307,6 +307,8 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     shifts = config.is_shifted
     joint = find_joint(operator, config.schedule, *shape, nodes, pulls=pulls, is_shifted=shifts)
     width = x.shape[1] if joint.is_gather else weight.shape[0]
+    if not (by_copies and joint.is_gather):
+        _require_countable(joint, width)
     group_here = find_node_group(group, x.device, nodes) if nodes else group
     landing = find_landing(group_here, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
     block_channel = landing.channel
@@ -315,8 +317,6 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     # Beside movers, as many receive between nodes, and at least one multiplies.
     movers = 0 if by_copies else min(config.movers, programs // 3 if nodes else programs // 2)
     put_channel = find_put_channel(group, x.device, movers) if nodes else None
-    if not (by_copies and joint.is_gather):
-        _require_countable(joint, width)
     tables: _Tables = find_known(
         group, x.device,
         ("joint", operator, config.schedule, *x.shape, blocks.m, weight.shape[0], blocks.n, movers, pulls, shifts,

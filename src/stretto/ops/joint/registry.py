@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from stretto.collectives.algorithm import Algorithm
 from stretto.collectives.algorithms import ALGORITHMS, find
 from stretto.collectives.joint.schedule import is_gather, require_collective
 from stretto.collectives.schedule import Schedule
@@ -67,7 +68,8 @@ def name_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int)
         raise ValueError(f'{operator}: a schedule runs in a kernel: leave out implementation="library", or schedule')
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
-        raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}")
+        compiled = f": its .compile(ranks={ranks}, ...)" if isinstance(made, Algorithm) else ""
+        raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}{compiled}")
     return _register(operator, made, ranks)
 
 
