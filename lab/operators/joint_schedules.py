@@ -13,7 +13,7 @@ operators at 4 sizes take 90 s on 4 GPUs.
 """
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,19 +21,19 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 
-from lab.cases import Case, measure_cases
+from lab.cases import Case, measure_cases, predict_cases
 from lab.harness import Bench, Measured, column
 from stretto.bench.harness import FAILURES, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
-from stretto.bench.operators.peers import Runs, world_name
+from stretto.bench.operators.peers import Runs
 from stretto.bench.operators.settings import CASES, OPERATORS, local_shape
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.collectives.joint.schedule import is_gather
 from stretto.memory.gpus import count_processors
-from stretto.ops.config import KernelConfig, decode
+from stretto.ops.config import KernelConfig
 from stretto.ops.joint.kernel import find_joint
-from stretto.ops.joint.registry import CANDIDATES, encode_schedule
+from stretto.ops.joint.registry import CANDIDATES, name_schedule
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 from stretto.simulator.network import of_cluster
@@ -69,6 +69,9 @@ class JointSchedulesSetting:
     variants: Annotated[
         bool, Option("Also other orders of tiles and resources, and operators' own.", "--variants/--no-variants")
     ] = False
+    predicts: Annotated[bool, Option("Only simulate, with the cluster file's speeds.", "--predict/--no-predict")] = (
+        False
+    )
     cluster: Annotated[str, Option("Links of the simulation: a cluster file, or a preset's name.")] = "dgx-h200"
 
     def __post_init__(self) -> None:
@@ -99,6 +102,11 @@ class Row:
     direct_simulated: float | None = column("simulated: direct", "{:.4f}")
     ring_simulated: float | None = column("ring", "{:.4f}")
     recursive_simulated: float | None = column("recursive", "{:.4f}")
+    plain_simulated: float | None = column("tiles by rows", "{:.4f}")
+    copies_simulated: float | None = column("copy engines", "{:.4f}")
+    pulled_simulated: float | None = column("pulled", "{:.4f}")
+    programs_simulated: float | None = column("20 programs", "{:.4f}")
+    ring_programs_simulated: float | None = column("ring, 20 programs", "{:.4f}")
     to_default: float | None = column("fastest schedule / default", "{:.3f}")
     is_picked: bool | None = column("picked is fastest, or within 2%")
     failed: str | None = column("failed")
@@ -110,6 +118,8 @@ def run_joint_schedules(setting: JointSchedulesSetting, out: Path) -> Measured:
     name = f"joint-schedules-{setting.ranks}" + "-variants" * setting.variants
     cases = [{"operator": kind, "m": m} for kind in setting.operators for m in setting.ms]
     about = {"ranks": setting.ranks, "case": setting.case, "cluster": setting.cluster}
+    if setting.predicts:
+        return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting))
     found = measure_cases(name, about, cases, setting.ranks, partial(measure, setting), row=Row, out=out)
     return Measured(found.rows, found.about, summarize(found.rows), name=name)  # type: ignore[arg-type]
 
@@ -121,18 +131,10 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
     operands = RotatingOperands.make(name, m, n, k, None, torch.bfloat16, device)
     whole = torch.randn(m, k, device=device).to(torch.bfloat16)
     runs: Runs = {"gemm": lambda: torch.mm(whole, operands.next_weight().t()), "default": operands.call}
-    algorithms = dict(zip(SHORT, CANDIDATES[name], strict=True))
-    ways: dict[str, tuple[str, dict[str, Any]]] = {short: (short, {}) for short in SHORT}
-    ways |= VARIANTS if setting.variants else {}
     configs: dict[str, KernelConfig] = {}
     failed = []
-    for key, (short, changes) in ways.items():
+    for key, config in list_configs(setting, name, world).items():
         try:
-            own = KernelConfig().encode()
-            encoded = encode_schedule(name, algorithms[short], "kernel", world_name()) if short else own
-            config = decode(encoded)._replace(**changes)
-            if config in configs.values() or (config.direction == "pull" and not is_gather(name)):
-                continue
             operands.call(config)
             configs[key], runs[key] = config, partial(operands.call, config)
         except FAILURES as error:
@@ -142,26 +144,56 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
     cluster, speed = Cluster.find(setting.cluster), 2.0 * m * n * k / timed["gemm"].seconds
     memory = cluster.gpu.measured_memory_bandwidth or cluster.gpu.memory_bandwidth
     assert memory is not None
+    processors = count_processors(device.index) if device.type == "cuda" else 0
+    costs = ProductCosts(speed, memory, n, k)
     joints = {key: config for key, config in configs.items() if config.schedule}
-    for key, config in joints.items():
-        by_programs = device.type == "cuda" and config.transfer == "programs"
-        movers = config.movers / count_processors(device.index) if by_programs else 0.0
-        joint = find_joint(
-            name,
-            config.schedule,
-            world,
-            operands.x.shape[0],
-            _TILE_ROWS,
-            pulls=config.direction == "pull",
-            is_shifted=config.is_shifted,
-        )
-        time = simulate_joint(joint, of_cluster(cluster, world), ProductCosts(speed, memory, n, k, movers=movers))
-        row[f"{key}_simulated"] = time.seconds * 1e3
+    row |= {
+        f"{key}_simulated": _simulate(name, one, world, m, cluster, costs, processors) for key, one in joints.items()
+    }
     if measured := {key: row[f"{key}_simulated"] for key in joints}:
         fastest, picked = min(row[key] for key in measured), min(measured, key=measured.__getitem__)
         row["to_default"] = fastest / row["default"]
         row["is_picked"] = row[picked] <= CLOSE * fastest
     return row | {"failed": "; ".join(failed) or None}
+
+
+def list_configs(setting: JointSchedulesSetting, operator: str, ranks: int) -> dict[str, KernelConfig]:
+    """The configurations of a row by their columns, each once."""
+    configs: dict[str, KernelConfig] = {}
+    algorithms = dict(zip(SHORT, CANDIDATES[operator], strict=True))
+    ways: dict[str, tuple[str, dict[str, Any]]] = {short: (short, {}) for short in SHORT}
+    for key, (short, changes) in (ways | (VARIANTS if setting.variants else {})).items():
+        config = KernelConfig()
+        if short:
+            transfer = "copies" if is_gather(operator) else "programs"
+            schedule = name_schedule(operator, algorithms[short], "kernel", ranks)
+            config = KernelConfig(transfer=transfer, schedule=schedule)
+        config = config._replace(**changes)
+        if config not in configs.values() and (config.direction == "push" or is_gather(operator)):
+            configs[key] = config
+    return configs
+
+
+def _simulate(
+    operator: str, config: KernelConfig, ranks: int, m: int, cluster: Cluster, costs: ProductCosts, processors: int
+) -> float:
+    """Milliseconds of a call; m: rows of the whole. processors: of a GPU, which programs that move rows take from it."""
+    rows = m // ranks if is_gather(operator) else m
+    order = {"pulls": config.direction == "pull", "is_shifted": config.is_shifted}
+    joint = find_joint(operator, config.schedule, ranks, rows, _TILE_ROWS, **order)
+    movers = config.movers / processors if processors and config.transfer == "programs" else 0.0
+    return simulate_joint(joint, of_cluster(cluster, ranks), replace(costs, movers=movers)).seconds * 1e3
+
+
+def _predict(setting: JointSchedulesSetting, cluster: Cluster, operator: str, m: int) -> Case:
+    """The simulated columns, with the speeds that the cluster file has, of GPUs of 132 multiprocessors."""
+    assert setting.ranks is not None
+    name, (m, n, k) = OPERATORS[operator], local_shape(operator, setting.case, m, setting.ranks)
+    costs = ProductCosts.of_gpu(cluster.gpu, n, k)
+    joints = {key: one for key, one in list_configs(setting, name, setting.ranks).items() if one.schedule}
+    simulated = {key: _simulate(name, one, setting.ranks, m, cluster, costs, 132) for key, one in joints.items()}
+    row = {"gemm": 2e3 * m * n * k / costs.flops, "predicted": simulated["direct"]}
+    return row | {f"{key}_simulated": time for key, time in simulated.items()}
 
 
 def summarize(rows: "list[Case]") -> tuple[str, ...]:

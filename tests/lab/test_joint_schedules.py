@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from lab.cases import measure_rows
-from lab.operators.joint_schedules import SHORT, JointSchedulesSetting, measure, summarize
+from lab.operators.joint_schedules import BENCH, SHORT, JointSchedulesSetting, measure, summarize
 
 
 @pytest.mark.long
@@ -28,3 +28,10 @@ def test_the_last_lines_say_the_error_and_what_was_picked():
     assert simulated.startswith("4 joint schedules, simulated: median error 30%")
     assert simulated.endswith("at 1 of 2 shapes")
     assert default.endswith("at 1 of 2 shapes")
+
+
+def test_predictions_say_what_an_order_and_programs_cost(tmp_path):
+    setting = JointSchedulesSetting(ms=(8192,), ranks=4, variants=True, predicts=True)
+    for row in BENCH(setting, tmp_path)["rows"]:
+        assert row["gemm"] < row["direct_simulated"] < row["plain_simulated"]
+        assert row["direct_simulated"] < row["programs_simulated"]
