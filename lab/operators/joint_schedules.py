@@ -177,7 +177,7 @@ def list_configs(setting: JointSchedulesSetting, operator: str, ranks: int) -> d
 def _simulate(
     operator: str, config: KernelConfig, ranks: int, m: int, cluster: Cluster, costs: ProductCosts, processors: int
 ) -> float:
-    """Milliseconds of a call; m: rows of the whole. processors: of a GPU, which programs that move rows take from it."""
+    """Milliseconds of a call; m: rows of the whole. processors: of a GPU; programs that move rows take some of them."""
     rows = m // ranks if is_gather(operator) else m
     order = {"pulls": config.direction == "pull", "is_shifted": config.is_shifted}
     joint = find_joint(operator, config.schedule, ranks, rows, _TILE_ROWS, **order)
