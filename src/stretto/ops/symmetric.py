@@ -15,7 +15,7 @@ from stretto.ops.gemm import Blocks, describe_gemm, divide_up, multiply_tile, sp
 from stretto.tiles.launches import Launches
 
 _LEAST_ROWS = 1024  # below it, half of the tiles do not fill a GPU
-_BLOCKS = Blocks(m=128, n=128, k=64, group_rows=1, num_warps=8, num_stages=4, programs=0)
+BLOCKS = Blocks(m=128, n=128, k=64, group_rows=1, num_warps=8, num_stages=4, programs=0)
 
 
 def suits_symmetric(matrix: Tensor) -> bool:
@@ -25,7 +25,7 @@ def suits_symmetric(matrix: Tensor) -> bool:
 
 
 def symmetric_product(
-    a: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 1.0, blocks: Blocks = _BLOCKS
+    a: Tensor, *, alpha: float = 1.0, added: Tensor | None = None, beta: float = 1.0, blocks: Blocks = BLOCKS
 ) -> Tensor:
     """alpha * a @ a.T + beta * added, of a's dtype, by a kernel: [m, k] (and a symmetric [m, m]) -> [m, m].
 
