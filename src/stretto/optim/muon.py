@@ -47,7 +47,7 @@ class NewtonSchulz(NamedTuple):
         a, b, c = self.coefficients
         is_tall = matrix.shape[-2] > matrix.shape[-1]
         x = matrix.mT if is_tall else matrix
-        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
+        x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)).contiguous()
         multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
         for _ in range(self.steps):
             if suits_symmetric(x):
