@@ -2,7 +2,7 @@
 """The symmetric product alpha * a @ a.T + beta * c, whose tiles on and below the diagonal alone are computed.
 
 Newton-Schulz iterations (`stretto.optim.Muon`) have two such products of their three, of which a library computes both
-halves. On an H200 (30 November 2026, Triton 3.6), a [4096, 14336] times its transpose takes 0.36 ms, and 0.72 by cuBLAS.
+halves. On an H200 (30 November 2026, Triton 3.6), [4096, 14336] times its transpose takes 0.36 ms, by cuBLAS 0.72.
 """
 
 from functools import cache
