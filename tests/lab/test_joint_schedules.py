@@ -11,14 +11,11 @@ from lab.operators.joint_schedules import BENCH, SHORT, JointSchedulesSetting, m
 
 @pytest.mark.long
 def test_each_schedule_is_timed_and_simulated(interpret):
-    setting = JointSchedulesSetting(("scatter",), ms=(64,), ranks=2, variants=True)
+    setting = JointSchedulesSetting(("scatter",), ms=(64,), ranks=2)
     cases = [{"operator": kind, "m": 64} for kind in setting.operators]
     for row in interpret(2, measure_rows, 2, None, cases, [None], partial(measure, setting), len)[0]:
         assert row["failed"] is None
-        for key in (*SHORT, "plain", "copies", "programs", "ring_programs"):
-            assert row[key] > 0
-            assert row[f"{key}_simulated"] > 0
-        assert row["own_plain"] > 0
+        assert all(row[short] > 0 and row[f"{short}_simulated"] > 0 for short in SHORT)
 
 
 def test_the_last_lines_say_the_error_and_what_was_picked():
