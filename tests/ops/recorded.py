@@ -320,7 +320,7 @@ def main(seed: int, calls: int) -> None:
     follow_launches()
     patch_embedding()
     workspaces = {
-        purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets", "copy_engine")
+        purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets", "scattered copies")
     }
     for module in (gather_module, scatter_module, matmul_reduce_scatter_copies, small_m):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]

@@ -116,7 +116,7 @@ class _CopyEngineScatter:
         sizes = self.blocks.m, self.blocks.n
         self.tiles_per_owner = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
         size = count_bytes((world - 1) * self.tiles_per_owner, *sizes, dtype=dtype)
-        workspace = find_workspace(group, x.device, size, "copy_engine")
+        workspace = find_workspace(group, x.device, size, "scattered copies")
         self.channel, slot = workspace.channel, next(workspace.slot_cycle)
         self.slot = slot if workspace.slots == 2 else None
         self.received_at = slot * workspace.slot_bytes

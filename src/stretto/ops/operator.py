@@ -510,7 +510,8 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     """Find or allocate a workspace of the group with slots of `size` bytes or more, for one call.
 
     purpose: "barrier", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one;
-    "copy_engine", the same for calls whose signals go to some ranks only, as those that follow copies do;
+    "copy_engine", the same for calls that other ranks' copies and moves signal; "scattered copies", the same for calls
+    whose mapping counts signals that no rank gives, so that those targets are ahead, and any other call would wait;
     "double_buffered", two slots for calls that `enter`; "packets", two slots that hold only packets.
     Purposes do not disturb each other.
 
@@ -520,7 +521,7 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
     allocate while a CUDA graph is captured.
     """
     cache = _find_cache(name)
-    slots = 1 if purpose in ("barrier", "copy_engine") and size > TWO_SLOTS_BYTES else 2
+    slots = 1 if purpose in ("barrier", "copy_engine", "scattered copies") and size > TWO_SLOTS_BYTES else 2
     key = purpose, max(1 << (size - 1).bit_length(), MIN_WORKSPACE_BYTES), device
     if key not in cache.workspaces:
         require_no_capture(device)

@@ -238,6 +238,17 @@ def test_calls_of_one_kind_keep_one_set_of_tables(interpret):
         assert first == second
 
 
+def alternate():
+    """Sums by the operator's own copies and by a schedule, in turn: each would wait for the other's signals."""
+    x, weight, own = torch.ones(8, 16), torch.ones(8, 16), ops.KernelConfig(blocks=BLOCKS, piece_bytes=512)
+    ways = [{"implementation": own}, {"schedule": "ring-reduce-scatter"}] * 2
+    return [ops.matmul_reduce_scatter(x, weight, **options).sum().item() for options in ways]
+
+
+def test_calls_with_and_without_a_schedule_alternate(interpret):
+    assert interpret(2, alternate, timeout=20.0) == [[1024.0] * 4] * 2
+
+
 def differentiate():
     """Gradients of a product with a schedule, compiled with another, and without any: whether they are the same."""
     found, ring = [], find("ring-all-gather").compile(ranks=2)
