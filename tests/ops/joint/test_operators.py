@@ -239,13 +239,16 @@ def test_calls_of_one_kind_keep_one_set_of_tables(interpret):
 
 
 def alternate():
-    """Sums by the operator's own copies and by a schedule, in turn: each would wait for the other's signals."""
+    """Sums by the operator's own copies and by a schedule, and experts over x, in turn, in one group."""
     x, weight, own = torch.ones(8, 16), torch.ones(8, 16), ops.KernelConfig(blocks=BLOCKS, piece_bytes=512)
-    ways = [{"implementation": own}, {"schedule": "ring-reduce-scatter"}] * 2
-    return [ops.matmul_reduce_scatter(x, weight, **options).sum().item() for options in ways]
+    ids, experts, found = torch.zeros(8, 1, dtype=torch.int64), torch.ones(2, 16, 16).bfloat16(), []
+    for options in [{"implementation": own}, {"schedule": "ring-reduce-scatter"}] * 2:
+        found.append(ops.matmul_reduce_scatter(x, weight, **options).sum().item())
+        ops.moe.all_gather_moe(x.bfloat16(), experts, ids, dist.group.WORLD, implementation="kernel")
+    return found
 
 
-def test_calls_with_and_without_a_schedule_alternate(interpret):
+def test_calls_that_share_a_group_alternate(interpret):
     assert interpret(2, alternate, timeout=20.0) == [[1024.0] * 4] * 2
 
 
