@@ -14,7 +14,6 @@ from stretto.ops.moe.few_tokens import DispatchedFew, FewHandle, combine_few, di
 from stretto.ops.moe.fixed_rows import check_rows
 from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.permutation import Permuted, permute, unpermute
-from stretto.ops.moe.places import SentTokens, return_sums, send_tokens
 from stretto.ops.moe.replicas import ReplicaPlacement, place_replicas, replicate
 from stretto.ops.moe.tensor_parallel import GatheredRows, all_gather_moe, moe_mlp, moe_reduce_scatter
 
@@ -26,7 +25,6 @@ __all__ = [
     "GatheredRows",
     "Permuted",
     "ReplicaPlacement",
-    "SentTokens",
     "all_gather_moe",
     "check_rows",
     "combine",
@@ -44,8 +42,6 @@ __all__ = [
     "permute",
     "place_replicas",
     "replicate",
-    "return_sums",
     "routed_experts",
-    "send_tokens",
     "unpermute",
 ]
