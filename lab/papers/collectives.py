@@ -160,7 +160,6 @@ def study_collectives(
 
 
 def simulate_cell(machine: StudiedMachine, collective: Collective, ranks: int, mb: int) -> Cell:
-    """Simulate one collective on `ranks` ranks."""
     num_bytes = mb * MIB
     protocol = machine.choose_protocol(num_bytes, ranks)
     flat, mpi = machine.flat_seconds(num_bytes, ranks), machine.mpi_seconds(num_bytes, ranks)

@@ -52,7 +52,6 @@ class Row:
 
 
 def train_both(setting: MoeDemoSetting) -> Measured:
-    """Train both models."""
     rows, curves = [], {}
     with tempfile.TemporaryDirectory(prefix="stretto-moe-demo-") as folder:
         for name in (MIXTURE, DENSE):

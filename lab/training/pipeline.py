@@ -197,7 +197,6 @@ class DelayedTransport(SharedMemoryTransport):
     pace = Pace()
 
     def begin_step(self, expected: Any) -> None:
-        """Begin a step."""
         self.pace.free_at = time.perf_counter()
         self._held: dict[MessageKey, tuple[float, list[Tensor | None]]] = {}  # by key: when it is due, and its tensors
         self._reported: set[MessageKey] = set()

@@ -144,7 +144,6 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
 
 
 def has_experts(model: str) -> bool:
-    """True if this model is a mixture of experts."""
     return TRANSFORMERS[model].experts is not None
 
 

@@ -129,7 +129,6 @@ class Groups:
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
 
     def grid(self, sizes: Mapping[str, Any]) -> Grid:
-        """The grid of these sizes."""
         key = tuple(sizes.items())
         if key not in self._grids:
             self._grids[key] = Grid(**sizes, device=self.device)

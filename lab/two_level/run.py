@@ -56,7 +56,6 @@ class TwoLevelSetting:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
@@ -65,7 +64,6 @@ class TwoLevelSetting:
         return [self.smallest << step for step in range(self.sizes)]
 
     def network(self) -> Network:
-        """The network to make."""
         links = {
             "node_bandwidth": self.bandwidth * _MEGABIT,
             "loopback_bandwidth": self.loopback * _MEGABIT,

@@ -236,12 +236,10 @@ def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
 
 
 def _suits(algorithm: str, ranks: int) -> bool:
-    """True if an algorithm supports this number of ranks."""
     return ranks == 8 or algorithm != "dgx1-all-gather"
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the collectives."""
     forms: list[tuple[str, str, str]] = []
     for index, algorithm in enumerate(ALGORITHMS):
         forms += [(algorithm, "fused", protocol) for protocol in PROTOCOLS]

@@ -148,7 +148,6 @@ class CopyEngineScatterCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of copy engines in training."""
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         Configuration(

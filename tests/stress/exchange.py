@@ -170,7 +170,6 @@ class ArrivalsCase(ExchangeCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the exchange."""
     several = 2
     arrivals = [
         Configuration(

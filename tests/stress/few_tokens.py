@@ -90,7 +90,6 @@ class FewTokensCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of few tokens."""
     several = 2
     return [
         Configuration(

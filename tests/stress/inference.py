@@ -247,7 +247,6 @@ class ExpertsCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of inference."""
     powers = (1, 2, 4, 8)
     sums = [
         Configuration(

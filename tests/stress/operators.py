@@ -485,7 +485,6 @@ _IN_HALVES = ("all-gather/push", "all-gather/copies", "reduce-scatter/programs",
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the operators."""
     found = []
     for name, (covers, call) in _GATHERS.items():
         found.append(_configure(f"all-gather/{name}", covers, replace(call, operator="all_gather_matmul")))
@@ -530,7 +529,6 @@ def _crosses_nodes(call: OperatorVariant) -> bool:
 
 
 def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
-    """The kernels that a call launches."""
     if call.plan is None:
         return DEFAULT
     if call.schedule is not None:

@@ -433,7 +433,6 @@ class PutCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the tile primitives."""
     bf16, fp32 = torch.bfloat16, torch.float32
     made: dict[str, tuple[str, tuple[str, ...], Callable[[Team], StressCase]]] = {
         "push": ("push, notify by broadcast, wait", (BEGIN,), partial(PushCase, has_slots=False)),

@@ -90,7 +90,6 @@ class TensorParallelCase(WorkspaceCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of tensor-parallel experts."""
     several = 2
     return [
         Configuration(

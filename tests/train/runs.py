@@ -85,7 +85,6 @@ def train_and_listen(config: TrainConfig) -> list[str]:
 
 
 def flip_bit(file: Path, bit: int) -> None:
-    """Flip a bit of a file."""
     with open(file, "r+b") as opened:
         opened.seek(bit // 8)
         (byte,) = opened.read(1)

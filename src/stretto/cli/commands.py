@@ -81,7 +81,6 @@ class LazyCommand(Command):
         self._make = make
 
     def load(self) -> Any:
-        """Make the command."""
         return self._make()
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:

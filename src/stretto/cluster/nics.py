@@ -60,7 +60,6 @@ class Nic:
     gbits: float | None
 
     def describe(self) -> str:
-        """The name, and what is known of it."""
         speed = [] if self.gbits is None else [f"{self.gbits:g} Gbit/s"]
         numa = [] if self.device.numa is None else [f"NUMA node {self.device.numa}"]
         interface = [self.interface] if self.interface not in ("", self.name) else []

@@ -157,7 +157,6 @@ class Trace:
 
     @property
     def program(self) -> Program:
-        """The program so far."""
         scratch = tuple(len(buffers[Buffer.SCRATCH]) for buffers in self._versions)
         return Program(self.collective, tuple(self._operations), scratch)
 

@@ -76,7 +76,6 @@ class Failure:
 
     @classmethod
     def of_error(cls, rank: int, error: Exception) -> "Failure":
-        """The failure of a rank that has raised an error now."""
         reason = next(iter(f"{type(error).__name__}: {error}".splitlines()))
         has_lost, only_waited = _has_any(LOST_PEER, reason), is_consequence(reason)
         found = cls(

@@ -122,7 +122,6 @@ class Driver:
             raise RuntimeError(f"CUDA error {failed} of an event's recording")
 
     def follow(self, stream: int, event: int) -> None:
-        """Make the stream wait for an event."""
         failed = self._follow(stream, event, 0)
         if failed:
             raise RuntimeError(f"CUDA error {failed} of a stream's wait for an event")
@@ -228,7 +227,6 @@ class CudaCopyStreams:
             self.follow("forked", stream)
 
     def handle(self, stream: str) -> int:
-        """The handle of a stream, to launch on."""
         return self._handles[stream]
 
     def mark(self, event: Hashable, stream: str) -> None:
@@ -241,7 +239,6 @@ class CudaCopyStreams:
         self._driver.record(known, self._handles[stream])
 
     def follow(self, event: Hashable, stream: str) -> None:
-        """Have a stream wait for an event."""
         self._driver.follow(self._handles[stream], self._known[event])
 
     def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:

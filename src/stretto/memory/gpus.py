@@ -111,7 +111,6 @@ def find_capability(index: int) -> tuple[int, int]:
 
 @lru_cache
 def count_processors(index: int) -> int:
-    """The multiprocessors of a GPU of this process."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 

@@ -163,7 +163,6 @@ class BlockSeconds(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """The forward pass."""
         return self.other_forward + self.experts + sum(output for output, _, _ in self.linears)
 
     @property

@@ -437,7 +437,6 @@ def _memory_of_blocks(
 
 
 def peak(components: Mapping[str, float]) -> float:
-    """Bytes in all."""
     return sum(components.values())
 
 

@@ -126,7 +126,6 @@ class PassRecorder:
         self.operators = 0  # products that hide a collective, of which the first part is recorded, and the rest
 
     def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
-        """Compute for so many seconds."""
         if seconds > 0:
             self.steps.append(Computation(name, seconds, stream))
 
@@ -138,7 +137,6 @@ class PassRecorder:
         return len(self.steps) - 1
 
     def wait(self, *starts: int | None) -> None:
-        """Wait for collectives."""
         for start in starts:
             if start is not None:
                 self.steps.append(AwaitCollective(start))
@@ -280,7 +278,6 @@ class BlockRecord:
 
     @cached_property
     def forward(self) -> Pass:
-        """A forward pass."""
         return self._forward()
 
     @cached_property
@@ -517,7 +514,6 @@ class StepRecord:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of the step."""
         return self.config.micro_batches(self.workload)
 
     @property

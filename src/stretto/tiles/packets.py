@@ -206,7 +206,6 @@ def _poll_tree(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _select_sender(mask, senders, rank: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the mask of the packets that a rank sends."""
     return mask if senders is None else mask & ((senders >> rank) & 1 != 0)
 
 

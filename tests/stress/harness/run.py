@@ -57,7 +57,6 @@ class StressReport:
 
     @property
     def results(self) -> int:
-        """The number of results of all configurations."""
         return sum(account.results for account in self.accounts.values())
 
     def count(self, what: str) -> int:

@@ -33,12 +33,10 @@ class LookupBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of each table."""
         return tuple(table.shape[0] for table in self.tables)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of each table."""
         return tuple(table.shape[1] for table in self.tables)
 
     def lookups(self) -> LookupInput:

@@ -86,7 +86,6 @@ class TrainingRun:
 
 
 def make_grid(sizes: Mapping[str, int]) -> Grid:
-    """Make the grid of these sizes."""
     return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"], context=sizes.get("context", 1))
 
 

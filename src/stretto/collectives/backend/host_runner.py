@@ -61,7 +61,6 @@ class HostRunner:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes of the host executor."""
         return frozenset(DTYPES)
 
     @property

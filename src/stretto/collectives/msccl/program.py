@@ -137,7 +137,6 @@ class Ref:
 
     @property
     def place(self) -> ChunkRange:
-        """The place of these chunks."""
         return ChunkRange(self.rank, self.buffer, self.index, self.size)
 
     def _held(self, index: int) -> Any:
@@ -307,7 +306,6 @@ class MSCCLProgram:
         return self.collective.check(self)
 
     def generate_xml(self) -> str:
-        """The schedule as MSCCL XML."""
         return to_xml(self.compile())
 
     def lower(self) -> None:

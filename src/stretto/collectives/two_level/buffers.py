@@ -28,12 +28,10 @@ class SlotRange:
 
     @property
     def slots(self) -> int:
-        """The number of slots."""
         return self.last - self.first
 
     @property
     def elements(self) -> int:
-        """The number of elements of each slot."""
         return self.end - self.begin
 
 

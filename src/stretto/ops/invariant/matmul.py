@@ -129,7 +129,6 @@ def reduce_by_tree(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, gro
 
 
 def round_sum(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The fp32 sum, + bias, rounded to dtype."""
     return (total if bias is None else total + bias.float()).to(dtype)
 
 

@@ -62,7 +62,6 @@ class FlatWeights:
         return self.flat[place.start : place.stop]
 
     def write(self, index: int, weight: Tensor) -> None:
-        """Set them."""
         self.read(index).copy_(weight)
 
     def take_gradient(self, index: int, gradient: Tensor, out: Tensor, *, adds: bool) -> None:

@@ -318,7 +318,6 @@ def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup, levels: "TwoLevels | None" = None) -> Pending:
-    """Begin `gather_rows`."""
     size = group.size()
     if size == 1:
         return Pending(shard)
@@ -386,7 +385,6 @@ def all_to_all(
 def start_all_to_all(
     received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
 ) -> Pending:
-    """Begin `all_to_all`."""
     with collective("all_to_all", group) as issued:
         run = dist.all_to_all_single(received, sent, list(receives), list(sends), group=group, async_op=True)
         return Pending(received, issued.watch(run, received), sent)

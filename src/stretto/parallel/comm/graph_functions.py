@@ -141,7 +141,6 @@ class _GraphCall(bytearray):
         return call
 
     def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
-        """Run the function."""
         raise NotImplementedError
 
     def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:

@@ -178,7 +178,6 @@ class ParallelExperts(ShardedModule):
 
     @property
     def has_biases(self) -> bool:
-        """True if the products have biases."""
         return bool(self._bias_scales)
 
     def can_be_local(self, grid: Grid) -> bool:

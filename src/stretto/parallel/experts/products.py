@@ -96,7 +96,6 @@ class ExpertProduct:
         return weight
 
     def outputs(self, weight: Tensor) -> int:
-        """Its output features."""
         return weight.shape[1]
 
     def product(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -104,7 +103,6 @@ class ExpertProduct:
         return grouped_matmul(rows, weight, offsets)
 
     def differentiate_rows(self, gradient: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The gradient of the rows."""
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
     def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:

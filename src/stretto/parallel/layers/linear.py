@@ -280,7 +280,6 @@ class LinearPlan:
         return edge.multiply_and_scatter(x, matrix.t())
 
     def multiply_and_add(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        """x @ matrix, + bias."""
         return x @ matrix if bias is None else F.linear(x, matrix.t(), bias)
 
     def multiply_weight_gradient(self, x: Tensor, gradient: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -115,7 +115,6 @@ class ModelStages:
 
     @property
     def count(self) -> int:
-        """The number of stages of all ranks."""
         return len(self.stage_ranks)
 
     @property
@@ -125,7 +124,6 @@ class ModelStages:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages a rank."""
         return len(self.mine)
 
     def must_learn(self, stage: int) -> bool:

@@ -50,7 +50,6 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """The number of ids in the stream."""
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:

@@ -110,7 +110,6 @@ class Level:
 
     @property
     def operations(self) -> int:
-        """The number of operations in it."""
         return len(self.receives) + len(self.loads) + len(self.reduces) + len(self.sends) + len(self.stores)
 
 
