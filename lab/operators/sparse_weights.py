@@ -80,8 +80,7 @@ def run_sparse(setting: SparseSetting) -> list[Row]:
     """Measure all rows on one GPU."""
     if not setting.cpu and not count_gpus():
         raise ValueError("this takes a GPU, and this machine has none; --cpu tries it without")
-    rows: list[Row] = run_ranks(1, measure_all, setting, trains=False)
-    return rows
+    return run_ranks(1, measure_all, setting, trains=False)
 
 
 def measure_all(setting: SparseSetting) -> list[Row]:

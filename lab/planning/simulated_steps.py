@@ -161,8 +161,7 @@ def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"there is no file {file}: lab/results/plan and `python -m lab overlap` have such results")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 def plot_simulated_steps(data: dict[str, Any], picture: Path) -> None:

@@ -267,8 +267,7 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
 
     def measure_loss(rows: Tensor) -> Tensor:
         if not tensors:
-            loss: Tensor = model(input_ids=rows, labels=rows, **cache).loss
-            return loss
+            return model(input_ids=rows, labels=rows, **cache).loss
         logits = model(input_ids=rows, **cache).logits  # the vocabulary stays sharded
         targets = nn.functional.pad(rows[:, 1:], (0, 1), value=MASKED)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=MASKED)

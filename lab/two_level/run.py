@@ -149,8 +149,7 @@ def run_nodes(setting: TwoLevelSetting) -> dict[str, Any]:
     """Start one process a rank, each in its node's namespace. Returns rank 0's result."""
     nodes = [rank // setting.ranks_per_node for rank in range(setting.world)]
     limit = _START_LIMIT + _predict_longest(setting)
-    result: dict[str, Any] = run_ranks_on(nodes, "lab.two_level.rank", asdict(setting), limit)
-    return result
+    return run_ranks_on(nodes, "lab.two_level.rank", asdict(setting), limit)
 
 
 def run_ranks_on(nodes: Sequence[int], module: str, given: dict[str, Any], limit: float) -> Any:

@@ -139,8 +139,7 @@ class TensorOnGrid(DTensor):
         """This rank's shard, as a DTensor's, once it is written."""
         if not torch.compiler.is_dynamo_compiling() and self.late_write is not None:
             self.late_write()
-        shard: Tensor = super().to_local(**options)
-        return shard
+        return super().to_local(**options)
 
     def share_memory_(self) -> Self:
         """Refused: torch shares a tensor's own storage, of which a DTensor has none, and ends the process."""
@@ -215,8 +214,7 @@ def local(parameter: Any) -> Tensor:
             "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
             "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
         )
-    shard: Tensor = parameter.to_local()
-    return shard
+    return parameter.to_local()
 
 
 @functools.cache

@@ -55,8 +55,7 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
 def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
     """Those of one block of a model with equal blocks, except for norms of hidden features, and routed experts."""
     if (key := ("parameters", grid.x, grid.y, grid.z)) in model.memo:
-        known: float = model.memo[key]
-        return known
+        return model.memo[key]
     weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.z
     biases = sum(
         linear.outputs * linear.copies(grid) / linear.output_shards(grid) for linear in model.linears if linear.has_bias
@@ -302,8 +301,7 @@ class _WholeWeights(NamedTuple):
 def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
     key = "weights", grid.x, grid.y, grid.expert, grid.expert_x
     if key in model.memo:
-        known: _WholeWeights = model.memo[key]
-        return known
+        return model.memo[key]
     divided = grid.expert * expert_parts(grid)
     linears = [linear.local_weights(grid) for linear in model.linears]
     experts = [count / divided for count in model.expert_tensors]

@@ -513,8 +513,7 @@ def _as_stored(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     pruned = parameter.pruned if isinstance(parameter, TensorOnGrid) else None
     if pruned is None or shard.dim() == 1:
         return shard
-    found: Tensor = pruned.from_rows(pruned.compress_rows(shard))
-    return found
+    return pruned.from_rows(pruned.compress_rows(shard))
 
 
 class _GradientSum:

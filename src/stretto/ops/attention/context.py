@@ -186,8 +186,7 @@ def find_starts(places: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _name_schedule(schedule: str | Schedule, group: str) -> str:
-    found: str = name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
-    return found
+    return name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
 
 
 @torch.compiler.assume_constant_result

@@ -115,8 +115,7 @@ def _combine(
     route = handle.route
     assert route is not None
     places = Places(route.index, route, wrap_collective)
-    out: Tensor = _ProductCombine.apply(rows, weight, topk_weights, places, handle.knows(topk_weights))
-    return out
+    return _ProductCombine.apply(rows, weight, topk_weights, places, handle.knows(topk_weights))
 
 
 class _DispatchProduct(torch.autograd.Function):

@@ -291,8 +291,7 @@ class ColumnPlaces(Places):
         how = self._choose("moe_reduce_scatter", weight, weight.shape, run, is_transposed=is_transposed)
         if how == LIBRARY.encode():
             return None
-        found: Tensor = self.wrap_collective("moe_reduce_scatter", multiply)
-        return found
+        return self.wrap_collective("moe_reduce_scatter", multiply)
 
     @cached_property
     def _routed(self) -> Routed:

@@ -82,8 +82,7 @@ class GraphFunction:
         needs = [is_on and each.requires_grad for each in (self.key, x, *others)]
         # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
         this = torch.empty(1, dtype=torch.float64, device="cpu")
-        found: Tensor = torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs)
-        return found
+        return torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs)
 
 
 class GraphCode(GraphFunction):
@@ -102,8 +101,7 @@ class GraphCode(GraphFunction):
 
 def new_number() -> Tensor:
     """A number [1] that is made when a graph runs, and that is in no other call of one."""
-    number: Tensor = torch.ops.stretto.new_number(torch.empty(1, dtype=torch.float64, device="cpu"))
-    return number
+    return torch.ops.stretto.new_number(torch.empty(1, dtype=torch.float64, device="cpu"))
 
 
 class _WeightKey(torch.autograd.Function):
@@ -250,8 +248,7 @@ class _RecordedFunction(torch.autograd.Function):
         ctx.needs = needs
         y, token = torch.ops.stretto.call_function(this, key, inputs, shape, needs)
         ctx.save_for_backward(key, token, *inputs)
-        found: Tensor = y
-        return found
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -267,8 +264,7 @@ class _RecordedFunction(torch.autograd.Function):
 def _record_function(
     this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> Tensor:
-    y: Tensor = _RecordedFunction.apply(shape, needs, this, key, *inputs)
-    return y
+    return _RecordedFunction.apply(shape, needs, this, key, *inputs)
 
 
 _operators = torch.library.Library("stretto", "FRAGMENT")  # registrations live as long as this

@@ -389,8 +389,7 @@ class ParallelExperts(ShardedModule):
         if f"{name}_bias" not in self._bias_scales:
             return rows
         bias = biases[list(self._bias_scales).index(f"{name}_bias")].to(rows.dtype)
-        output: Tensor = AddBias.apply(rows, bias, offsets, name == self._up or self.plan.adds_bias)
-        return output
+        return AddBias.apply(rows, bias, offsets, name == self._up or self.plan.adds_bias)
 
     def _known(self, ids: Tensor) -> Tensor:
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""

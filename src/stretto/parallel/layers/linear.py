@@ -303,8 +303,7 @@ class LinearPlan:
         if a.ndim == 2:
             return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
-        whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
-        return whole
+        return torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
 
     def multiply_invariantly(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output of x times `weight` [out, in] transposed, + bias: x cuts rowwise inputs, a power of two of 8."""

@@ -177,5 +177,4 @@ class ParallelNorm(ShardedModule):
         """Normalize features that the group splits. present: of weight and bias those that this norm has."""
         weight = None if self.weight is None else present[0]
         bias = None if self.bias is None else present[-1]
-        y: Tensor = apply(_SplitNorm, x, weight, bias, self._eps_of(x), self.is_centred, self.group)
-        return y
+        return apply(_SplitNorm, x, weight, bias, self._eps_of(x), self.is_centred, self.group)

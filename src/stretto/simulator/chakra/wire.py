@@ -130,8 +130,7 @@ def decode_packed(data: bytes, wire_type: WireType) -> Iterator[int | bytes]:
 
 def unpack(format: str, data: bytes) -> int | float:
     """Decode a number of 4 or 8 bytes, little-endian; `format` as struct's, one letter."""
-    value: int | float = struct.unpack("<" + format, data)[0]
-    return value
+    return struct.unpack("<" + format, data)[0]
 
 
 def pack(format: str, value: int | float) -> bytes:
