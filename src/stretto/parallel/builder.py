@@ -15,11 +15,7 @@ from stretto.huggingface.experts import ExpertsKind
 from stretto.memory.copy_engine import have_copy_engines
 from stretto.ops.invariant import LEAVES
 from stretto.parallel.comm.collectives import NO_GROUP
-from stretto.parallel.comm.copy_engine_gather import (
-    CopyEngineAllGather,
-    CopyEngineGatherer,
-    make_scatter_ring,
-)
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer, make_scatter_ring
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.two_level import TwoLevels

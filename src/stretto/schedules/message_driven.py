@@ -10,14 +10,7 @@ from collections import deque
 from typing import Literal, get_args
 
 from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError
-from stretto.schedules.timing import (
-    ActionTimes,
-    MessageTimes,
-    PipelineTimeline,
-    StageCosts,
-    StageLinks,
-    make_timeline,
-)
+from stretto.schedules.timing import ActionTimes, MessageTimes, PipelineTimeline, StageCosts, StageLinks, make_timeline
 
 ServeFirst = Literal["arrival", "backward", "forward"]
 

@@ -13,17 +13,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, parallelize
 from tests.parallel.pipeline.training import Run as PipelineRun
 from tests.parallel.pipeline.training import train_by_pipeline
-from tests.parallel.training import (
-    Case,
-    Precision,
-    Trace,
-    batches,
-    build,
-    distance,
-    my_rows,
-    plain_loss,
-    train_plainly,
-)
+from tests.parallel.training import Case, Precision, Trace, batches, build, distance, my_rows, plain_loss, train_plainly
 
 EXACT = Precision(torch.float64, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1), 1e-10)
 

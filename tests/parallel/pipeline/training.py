@@ -11,17 +11,7 @@ from torch import Tensor, nn
 from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, clip_grad_norm_, gather, parallelize
 from stretto.schedules.schedule import place_in_loops, place_in_v
-from tests.parallel.training import (
-    Case,
-    Precision,
-    Trace,
-    batches,
-    build,
-    distance,
-    my_rows,
-    plain_loss,
-    train_plainly,
-)
+from tests.parallel.training import Case, Precision, Trace, batches, build, distance, my_rows, plain_loss, train_plainly
 
 STAGES = {
     "interleaved": StageOptions(virtual_stages=2),

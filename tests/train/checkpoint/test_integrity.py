@@ -27,10 +27,7 @@ from stretto.train.checkpoint import (
     newest_checkpoint,
     training_state,
 )
-from stretto.train.checkpoint.integrity import (
-    DamagedCheckpointError,
-    DamagedError,
-)
+from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from stretto.train.checkpoint.pieces import check_container
 from stretto.train.checkpoint.storage import read_tensor

@@ -5,18 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from stretto.axes import name_grid
-from stretto.bench.settings import (
-    Layers,
-    Option,
-    Ranks,
-    Repeats,
-    Rounds,
-    SeqLen,
-    Tuning,
-    Vocab,
-    WarmUp,
-    require_known,
-)
+from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Tuning, Vocab, WarmUp, require_known
 from stretto.models import GPTConfig
 from stretto.quantities import require_least
 

@@ -2,12 +2,7 @@
 """Mixture of experts: the exchange of tokens between ranks that hold different experts, and the experts' products."""
 
 from stretto.ops.moe.activation import gated_activation
-from stretto.ops.moe.exchange import (
-    Dispatched,
-    DispatchHandle,
-    combine,
-    dispatch,
-)
+from stretto.ops.moe.exchange import Dispatched, DispatchHandle, combine, dispatch
 from stretto.ops.moe.exchange_products import dispatch_grouped_matmul, grouped_matmul_combine
 from stretto.ops.moe.experts import experts_mlp, routed_experts
 from stretto.ops.moe.few_tokens import DispatchedFew, FewHandle, combine_few, dispatch_few

@@ -26,12 +26,7 @@ from stretto.ops.moe.exchange import (
     find_handle,
     require_combined,
 )
-from stretto.ops.moe.grouped.matmul import (
-    grouped_matmul,
-    grouped_weight_gradient,
-    multiply_arriving,
-    require_operands,
-)
+from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradient, multiply_arriving, require_operands
 from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places
 from stretto.ops.moe.routes import CollectiveWrapper, call

@@ -23,12 +23,7 @@ from stretto.ops.moe.activation import (
 )
 from stretto.ops.moe.grouped import kernels
 from stretto.ops.moe.grouped.config import choose_config, require_implementation
-from stretto.ops.moe.grouped.matmul import (
-    compute_product,
-    compute_weight_gradient,
-    grouped_matmul,
-    require_operands,
-)
+from stretto.ops.moe.grouped.matmul import compute_product, compute_weight_gradient, grouped_matmul, require_operands
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import (
     permute,

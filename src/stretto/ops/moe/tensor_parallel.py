@@ -24,12 +24,7 @@ from stretto.ops.config import LIBRARY, GemmProblem, KernelConfig, decode
 from stretto.ops.gemm import TMA_BYTES
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
 from stretto.ops.moe.grouped.config import GroupedConfig, choose_config, require_implementation
-from stretto.ops.moe.grouped.matmul import (
-    compute_product,
-    grouped_weight_gradient,
-    require_operands,
-    take_rows,
-)
+from stretto.ops.moe.grouped.matmul import compute_product, grouped_weight_gradient, require_operands, take_rows
 from stretto.ops.moe.permutation import (
     require_tokens,
     require_weighted,

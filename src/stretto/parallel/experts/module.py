@@ -27,21 +27,11 @@ from torch import Tensor, nn
 from stretto.axes import EXPERT
 from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
-from stretto.ops.moe import (
-    combine,
-    combine_few,
-    dispatch,
-    dispatch_few,
-    gated_activation,
-    grouped_matmul,
-)
+from stretto.ops.moe import combine, combine_few, dispatch, dispatch_few, gated_activation, grouped_matmul
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.places import find_places
 from stretto.parallel.comm.autograd import scale_gradient, sum_gradient
-from stretto.parallel.comm.collectives import (
-    all_reduce,
-    mark_experts,
-)
+from stretto.parallel.comm.collectives import all_reduce, mark_experts
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.experts.products import (
     KEPT_AS,

@@ -16,24 +16,13 @@ from torch import Tensor, nn
 
 from stretto.execution import ExpertReduce
 from stretto.ops.invariant.grouped import multiply_groups
-from stretto.ops.moe import (
-    ReplicaPlacement,
-    gated_activation,
-    grouped_matmul,
-    grouped_weight_gradient,
-)
+from stretto.ops.moe import ReplicaPlacement, gated_activation, grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import multiply_copies, sum_copies, sum_dtype
 from stretto.ops.moe.places import Places, run_beside
 from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
-from stretto.parallel.comm.collectives import (
-    Pending,
-    all_reduce,
-    collective,
-    own,
-    start_all_reduce,
-)
+from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.experts.replicas import ExpertReplicas
 from stretto.parallel.layers.weight_shard import WeightShard

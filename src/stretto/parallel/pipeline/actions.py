@@ -21,13 +21,7 @@ from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.pipeline.activations import Activations
 from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.stages import ModelStages, StagePass
-from stretto.schedules import (
-    Action,
-    MessageDrivenPolicy,
-    PipelineOperation,
-    PipelineSchedule,
-    ServeFirst,
-)
+from stretto.schedules import Action, MessageDrivenPolicy, PipelineOperation, PipelineSchedule, ServeFirst
 
 WAIT_MARK = "stretto waited "
 """In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""

@@ -18,14 +18,7 @@ from stretto.simulator.chakra.scalars import (
     expect_bytes,
     expect_number,
 )
-from stretto.simulator.chakra.wire import (
-    WireType,
-    decode_fields,
-    encode_bytes,
-    encode_tag,
-    encode_varint,
-    to_signed,
-)
+from stretto.simulator.chakra.wire import WireType, decode_fields, encode_bytes, encode_tag, encode_varint, to_signed
 
 VERSION = "0.0.4"  # as the schema's own generator writes
 
