@@ -139,7 +139,6 @@ def expect_bytes(number: int, wire_type: WireType, value: int | bytes, offset: i
 
 
 def decode_text(data: bytes, offset: int) -> str:
-    """Decode a string. Raises WireError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -70,12 +70,10 @@ def zigzag(value: int) -> int:
 
 
 def unzigzag(value: int) -> int:
-    """Undo `zigzag`."""
     return (value >> 1) ^ -(value & 1)
 
 
 def encode_tag(number: int, wire_type: WireType) -> bytes:
-    """Encode the head of a field."""
     return encode_varint(number << 3 | wire_type)
 
 

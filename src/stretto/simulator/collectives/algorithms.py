@@ -29,7 +29,6 @@ class CollectivePhase:
 
     @property
     def messages(self) -> int:
-        """Number of messages that all groups send."""
         return len(self.groups) * sum(each.repeats * len(each.messages) for each in self.pattern.rounds)
 
 

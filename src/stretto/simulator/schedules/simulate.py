@@ -109,7 +109,6 @@ def simulate_schedule(
 
 
 def _largest_message(schedule: Schedule) -> int:
-    """The maximum number of chunks in one message."""
     return max(
         (
             step.size
