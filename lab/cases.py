@@ -123,7 +123,6 @@ def time_milliseconds(
 
 
 def run_pass(function: Callable[..., Tensor], operands: Sequence[Tensor], has_gradients: bool) -> list[Tensor]:
-    """Returns the output, or the gradients of all operands."""
     if not has_gradients:
         with torch.no_grad():
             return [function(*operands)]

@@ -290,7 +290,6 @@ def _messages() -> Iterator[Message]:
 def _drawing_cells(
     data: dict[str, Any], picture: Path, height: float
 ) -> "Iterator[tuple[Chart, list[tuple[Axes, list[Any]]]]]":
-    """A picture of a panel a machine and collective, and the cells of each."""
     from lab.style import drawing
 
     machines, collectives = (list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("machine", "collective"))

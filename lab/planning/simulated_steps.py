@@ -92,7 +92,6 @@ class Summary:
 
 
 def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
-    """The steps of a folder of measured grids."""
     cluster = Cluster.load(folder / "probed.toml")
     measured = _read(folder / "plan.json")
     models = {each["workload"]: each["model"] for each in _read(folder / "predictions.json")["workloads"]}

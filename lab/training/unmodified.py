@@ -258,7 +258,6 @@ def _name(grid: Mapping[str, int]) -> str:
 def measure_model(
     workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, with_captured: bool, keep: Any
 ) -> list[dict[str, Any]]:
-    """The job of each rank; returns the rows."""
     device = Grid(data=ranks, timeout=TIME_LIMIT).device  # joins the job
     groups = Groups(device)
     runs: list[TrainingRun] = []

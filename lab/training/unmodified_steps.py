@@ -64,7 +64,6 @@ class TransformerWorkload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation."""
         return torch.float32 if self.is_small else torch.bfloat16
 
     def make(self) -> nn.Module:

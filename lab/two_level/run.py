@@ -60,7 +60,6 @@ class TwoLevelSetting:
 
     @property
     def shard_bytes(self) -> list[int]:
-        """Bytes a rank of each size."""
         return [self.smallest << step for step in range(self.sizes)]
 
     def network(self) -> Network:
@@ -86,7 +85,6 @@ class TwoLevelSetting:
         )
 
     def describe(self) -> str:
-        """Return the title of the table."""
         return (
             f"{self.nodes} nodes of {self.ranks_per_node} ranks, {self.bandwidth:g} Mbit/s a node, {self.loopback:g} "
             f"inside, {self.trunk:g} between halves, {self.delay:g} ms; medians of {self.repeats} times"

@@ -238,7 +238,6 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def stage_ranks(self) -> int:
-        """Number of ranks of a pipeline stage."""
         return self.over(STAGE_AXES)
 
     def over(self, axes: Collection[str]) -> int:

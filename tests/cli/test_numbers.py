@@ -56,7 +56,6 @@ def settings_of_benches() -> Iterator[type[Any]]:
 
 
 def settings_in(module: ModuleType) -> Iterator[type[Any]]:
-    """The dataclasses that a module defines."""
     for each in vars(module).values():
         if dataclasses.is_dataclass(each) and each.__module__ == module.__name__:
             yield each  # type: ignore[misc]

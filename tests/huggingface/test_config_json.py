@@ -54,7 +54,6 @@ def auto_class(head: str) -> Any:
 
 
 def model_of(config: PretrainedConfig, head: str) -> nn.Module:
-    """The model on the meta device."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return auto_class(head).from_config(config)

@@ -183,7 +183,6 @@ _JSON = "mutations.json"
 
 
 def write_table(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as a Markdown table."""
     lines = ["| family | removed | stress | after | machine code | found |", "|---|---|---|---|---|---|"]
     for verdict in verdicts:
         test = verdict.by_tests.rpartition("::")[2].replace("_", " ")

@@ -155,7 +155,6 @@ class CollectiveCase(StressCase):
         return parts.sum(0)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         self._memories[entry].copy_(self._templates[entry])
         if self._kernel is not None:
             self._kernel(*self._inputs[entry])
@@ -186,7 +185,6 @@ class CollectiveCase(StressCase):
             workspace._copy_memory.buffer()[HEAD:_COPY_POISONED].fill_(POISON_BYTE)
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         if self._kernel is not None:
             self._kernel.workspace.check()
 

@@ -254,7 +254,6 @@ def plan(
 
 
 def _find_dlrm(path: Path) -> "DLRMTrainConfig | None":
-    """The configuration if it is a DLRM's."""
     from stretto.recommendation.training.config import DLRMTrainConfig
     from stretto.train.config import load_config
 

@@ -105,7 +105,6 @@ def bound_blocks(multiprocessors: int) -> int:
 
 @lru_cache
 def find_capability(index: int) -> tuple[int, int]:
-    """The compute capability of a GPU of this process."""
     return torch.cuda.get_device_capability(index)
 
 

@@ -393,7 +393,6 @@ def _load(at, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_width(gemm):  # type: ignore[no-untyped-def]
-    """A tile's number of columns."""
     return gemm.block_n * gemm.parts
 
 
@@ -491,7 +490,6 @@ def count_steps(gemm, stream_k):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def count_units(stream_k, count):  # type: ignore[no-untyped-def]
-    """The work units of `count` tiles."""
     if stream_k.unit_steps is None:
         units = count
     else:

@@ -591,7 +591,6 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
 
 
 def list_groups() -> list[str]:
-    """The names of the groups that have workspaces."""
     return [name for name, cache in list(_caches.items()) if cache.group() is not None]
 
 

@@ -189,7 +189,6 @@ def _call(
 
 
 def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
-    """The first dim of the output on a rank."""
     if operator == "matmul_reduce_scatter":
         return divide_first_dim(_NAMES[operator], x, group)
     return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)

@@ -320,7 +320,6 @@ class Builder:
         return norm
 
     def experts(self, name: str, module: nn.Module, kind: ExpertsKind) -> nn.Module:
-        """Build what replaces a module of experts."""
         grid, source = self.grid, self._whole(name, module)
         shards = self._tokens_of(name) is not None
         is_invariant = self.options.invariant

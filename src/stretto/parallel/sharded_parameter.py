@@ -219,7 +219,6 @@ for _known in (_foreach_types_of_optimizers, _foreach_types):
 
 
 def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
-    """This rank's shard of `whole` (`make_shard`) as a parameter."""
     parameter = nn.Parameter(make_shard(whole, layout, grid), requires_grad=requires_grad)
     note_layout(parameter, layout)
     if not layout.shape:

@@ -167,7 +167,6 @@ class BlockSeconds(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """The backward pass, with recomputation."""
         own = sum(by_input + by_weight for _, by_input, by_weight in self.linears)
         return self.other_backward + 2 * self.experts + own + self.recomputed
 

@@ -225,7 +225,6 @@ class PartTotals(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Both passes with their waits."""
         return self.forward.whole + self.backward.whole
 
     def plus(self, other: "PartTotals", count: int = 1) -> "PartTotals":

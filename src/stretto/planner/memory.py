@@ -41,7 +41,6 @@ _MAX_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
-    """Parameters that one rank holds."""
     if model.is_sharded_by_blocks:
         return model.parameters / grid.z
     embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.z

@@ -142,12 +142,10 @@ class PassRecorder:
                 self.steps.append(AwaitCollective(start))
 
     def run(self, name: str, *collectives: GroupCollective | None) -> None:
-        """Issue collectives, and wait for each."""
         for collective in collectives:
             self.wait(self.start(name, collective))
 
     def use(self, *weights: WeightCollectives | None) -> None:
-        """Wait for weights that are gathered."""
         self.steps += [UseWeight(weight.gather) for weight in weights if weight is not None]
 
     def weight_gradient(self, name: str, seconds: float, weight: WeightCollectives | None) -> None:
@@ -518,7 +516,6 @@ class StepRecord:
 
     @property
     def blocks(self) -> list[BlockRecord]:
-        """The record of each block of the model."""
         return [self.kinds[-1 if has_moe else 0][1] for has_moe in self.workload.model.has_moe]
 
 

@@ -173,7 +173,6 @@ class _WorkloadRecorder:
         )
 
     def _block(self, model: Architecture, casts: CastSeconds) -> BlockRecord:
-        """One block of a kind."""
         config, options, by_blocks = self.config, self.config.options, model.is_sharded_by_blocks
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)

@@ -249,7 +249,6 @@ def _poll_numbered(channel, pointers, mask, peers):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _is_current(channel, words):  # type: ignore[no-untyped-def]
-    """Return which words have this call's number."""
     return (words >> 32) == call_number(channel).to(tl.int64)
 
 

@@ -245,7 +245,6 @@ def _describe_prediction(predicted: dict[str, Any]) -> str:
 
 
 def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
-    """Summarize the run for `summary.json`."""
     assert recorder.last is not None
     device = task.grid.device
     return {

@@ -64,7 +64,6 @@ class StressReport:
         return sum(getattr(account, what) for account in self.accounts.values())
 
     def list_rows(self) -> list[dict[str, Any]]:
-        """A row for each configuration."""
         return [
             {
                 "name": name,

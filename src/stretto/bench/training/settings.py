@@ -82,7 +82,6 @@ class ProductsTuning(Tuning):
         return TrainingWorkload(config, batch, self.seq_len, 0, 1, 1, dtype=self.dtype)
 
     def problems(self, ranks: int) -> list[str]:
-        """Names of the grids whose products are measured."""
         batch = self.workload(ranks).batch
         return [f"{self.model} {batch} x {self.seq_len} {self.dtype} on {name_grid(grid)}" for grid in grids_of(ranks)]
 

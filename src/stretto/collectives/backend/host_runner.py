@@ -83,7 +83,6 @@ class HostRunner:
         self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory, tile_bytes)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """Submit the call to the worker thread, and return its Work."""
         work = make_work(self._member.rank, call.title, call.outputs, call.inputs)
         prepared = self._prepared[id(schedule)]
 
@@ -286,8 +285,6 @@ class Worker:
             self._jobs.put(job)
 
     def submit_work(self, work: Any, run: Callable[[], object]) -> "Work":
-        """Queue `run`, and return its Work, whose `wait` raises what `run` raises."""
-
         def job() -> None:
             try:
                 run()

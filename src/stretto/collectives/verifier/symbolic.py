@@ -79,7 +79,6 @@ class Values:
         return result
 
     def describe(self, value: int) -> str:
-        """Describe a value for error messages."""
         if value == EMPTY:
             return "nothing"
         if self.size(value) == _MAX_LEAVES:

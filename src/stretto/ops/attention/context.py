@@ -295,7 +295,6 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
 
 
 def _require_row_starts(documents: Tensor, rows: int, length: int) -> None:
-    """ValueError unless each row begins a document."""
     begun = set(documents.tolist())
     if missing := [row * length for row in range(rows) if row * length not in begun]:
         raise ValueError(

@@ -159,8 +159,6 @@ class KernelRoute(Route):
         return wrap_collective("all_to_all", push)
 
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Return a row of each choice: see `Route`."""
-
         def push() -> Tensor:
             order = self.index.order_rows()  # rows behind the last copy go nowhere
             staged = _push(self.group, make(), order, self.table, self.choices_back, back_by=1, way=self._way(1)).rows

@@ -193,7 +193,6 @@ class ExactRoute(Route):
         return sum_copies(returned, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Return a row of each choice: see `Route`."""
         index, longest = self.index, self.of_choices.longest
 
         def sort() -> Tensor:

@@ -46,7 +46,6 @@ class FlatWeights:
         """Begin updates of these parameters. skip: int32 [1]; while it is not 0, an update writes nothing."""
 
     def buffer(self, bucket: Bucket, number: int = 0) -> Tensor:
-        """Where the weights of a bucket are updated: [bucket.size]."""
         return self.flat[bucket.start : bucket.stop]
 
     def open(self, bucket: Bucket, number: int = 0) -> Tensor:

@@ -244,7 +244,6 @@ class PendingSum(Pending):
     dtype: torch.dtype | None = None
 
     def wait(self) -> Tensor:
-        """The sum, in the order of ranks."""
         return super().wait().unflatten(0, (self.ranks, -1))[:, : self.rows].sum(0, dtype=self.dtype)
 
 

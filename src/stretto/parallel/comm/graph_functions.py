@@ -142,7 +142,6 @@ class _GraphCall(bytearray):
         raise NotImplementedError
 
     def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
-        """The gradients of the inputs that need some."""
         raise NotImplementedError
 
 

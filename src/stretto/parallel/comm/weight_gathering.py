@@ -361,7 +361,6 @@ class StepGatherer(WeightGatherer):
                 self._held.pop(key, None)
 
     def end_step(self) -> None:
-        """Free all that is kept."""
         self._held = None
         self.inner.end_step()
 

@@ -118,7 +118,6 @@ class ActionRunner:
         self.waited = self.message = 0.0
 
     def run_schedule(self, schedule: PipelineSchedule) -> None:
-        """Take the actions of a schedule in its order."""
         actions = schedule.ranks[self.stages.rank]
         last = max((place for place, action in enumerate(actions) if action.operation in (_B, _W)), default=-1)
         for place, action in enumerate(actions):

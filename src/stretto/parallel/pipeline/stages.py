@@ -152,7 +152,6 @@ class ModelStages:
                 stage_pass.batch_shape = self.tokens.shape
 
     def begin(self, stage: int, received: Activations | None) -> StagePass:
-        """Begin a forward pass of a stage with the activations of the previous stage."""
         begun = StagePass(stage, self.cuts[stage], self.cuts[stage + 1], self.needs_random_state, received)
         if received is not None:
             begun.batch_shape, begun.layouts = received.batch_shape, received.layouts

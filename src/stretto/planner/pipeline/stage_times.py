@@ -50,7 +50,6 @@ class PipelineParts(NamedTuple):
 
     @property
     def all_blocks(self) -> PartTotals:
-        """The times of all blocks of the model together."""
         return self.blocks(len(self.pattern), sum(self.pattern))
 
 
