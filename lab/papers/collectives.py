@@ -115,9 +115,7 @@ class Message:
 
 
 def study_collectives(
-    machines: Iterable[str] = tuple(MACHINES),
-    ranks: Iterable[int] = RANKS,
-    sizes: Iterable[int] = SIZES,
+    machines: Iterable[str] = tuple(MACHINES), ranks: Iterable[int] = RANKS, sizes: Iterable[int] = SIZES
 ) -> Iterator[Measured | Compared]:
     """Simulate all cells, compare them with what is published, and repeat those of the curves.
 

@@ -326,12 +326,7 @@ def _compile(model: Any, blocks: list[str], way: Way) -> None:
 
 
 def _shard_fully(
-    model: nn.Module,
-    blocks: list[str],
-    workload: TransformerWorkload,
-    mesh: Any,
-    way: Way,
-    ignored: set[nn.Parameter],
+    model: nn.Module, blocks: list[str], workload: TransformerWorkload, mesh: Any, way: Way, ignored: set[nn.Parameter]
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=torch.float32)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
@@ -421,10 +416,7 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
         "rows": partial(RowwiseParallel, output_layouts=Shard(1)),
         # Mixtures of experts: each rank routes its own tokens, which experts gather themselves (`CutExperts`).
         "own": partial(
-            PrepareModuleInput,
-            input_layouts=(Shard(1),),
-            desired_input_layouts=(Shard(1),),
-            use_local_output=True,
+            PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
         ),
         "router": partial(SequenceParallel, sequence_dim=0),
         "own tokens": partial(SequenceParallel, sequence_dim=0, use_local_output=True),

@@ -396,10 +396,7 @@ def test_a_users_program_prints_to_standard_error_and_fails_in_words(tmp_path):
         assert result.exit_code == 2
         assert f"own.py:{line}: {why}" in result.stderr
         assert result.stdout == ""
-    assert run("compile", f"{own}:wordy", "--ranks", 2).stderr.splitlines() == [
-        "hello",
-        "stretto: two lines",
-    ]
+    assert run("compile", f"{own}:wordy", "--ranks", 2).stderr.splitlines() == ["hello", "stretto: two lines"]
     assert "own.py:20: ValueError: " in run("compile", f"{own}:silent", "--ranks", 2).stderr
     assert "own.py:23: TypeError: " in run("compile", f"{own}:misled", "--ranks", 2).stderr
 

@@ -151,8 +151,7 @@ ROLES = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("kind", "head"),
-    [(kind, head) for kind in ("gpt2", "llama", "qwen2", "qwen3") for head in HEADS],
+    ("kind", "head"), [(kind, head) for kind in ("gpt2", "llama", "qwen2", "qwen3") for head in HEADS]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 12])
 def test_a_grid_is_possible_just_when_it_is_for_parallelize_that_knows_the_head(kind, head, ranks):

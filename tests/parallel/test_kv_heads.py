@@ -87,10 +87,7 @@ def check(ranks: MakeRanks, count: int, cases: list[tuple[Sizes, Case]]) -> None
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "cases"),
-    [
-        (4, ON_FOUR),
-        *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((4, MORE_ON_FOUR), (8, ON_EIGHT))),
-    ],
+    [(4, ON_FOUR), *(pytest.param(*rest, marks=pytest.mark.exhaustive) for rest in ((4, MORE_ON_FOUR), (8, ON_EIGHT)))],
     ids=["four", "more on four", "eight"],
 )
 def test_models_train_with_copied_kv_heads_as_on_one_rank(

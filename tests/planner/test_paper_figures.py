@@ -281,8 +281,7 @@ def test_a_narrow_terminal_cuts_no_figure_short(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus"),
-    [("gpt-20b", 11), ("gpt-20b", 37), ("gpt-20b", 0), ("gpt-20b", -4), ("gpt-21b", 32), ("", 32)],
+    ("model", "gpus"), [("gpt-20b", 11), ("gpt-20b", 37), ("gpt-20b", 0), ("gpt-20b", -4), ("gpt-21b", 32), ("", 32)]
 )
 def test_unknown_models_and_gpu_counts_that_fit_no_grid_are_refused(model, gpus):
     # 11 and 37 are primes that divide neither 7168 features, 56 heads, 1024 samples nor 2048 tokens.

@@ -128,11 +128,7 @@ def usable_nics(sysfs: Path = SYSFS, environment: Mapping[str, str] = os.environ
 
 
 def choose_nics(
-    ranks: int,
-    *,
-    gpus: Sequence[str] | None = None,
-    sysfs: Path = SYSFS,
-    environment: Mapping[str, str] = os.environ,
+    ranks: int, *, gpus: Sequence[str] | None = None, sysfs: Path = SYSFS, environment: Mapping[str, str] = os.environ
 ) -> tuple[Nic, ...]:
     """The interface of each of a machine's ranks, by local rank; () where the machine has none.
 

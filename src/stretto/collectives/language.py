@@ -105,11 +105,7 @@ class Reference:
         return self._trace.copy(self, rank, buffer, index, ch, thread_blocks)
 
     def reduce(
-        self,
-        other: "Reference",
-        ch: int | None = None,
-        *,
-        thread_blocks: tuple[int | None, int | None] = (None, None),
+        self, other: "Reference", ch: int | None = None, *, thread_blocks: tuple[int | None, int | None] = (None, None)
     ) -> "Reference":
         """Add the chunks of `other` to these, in place, over channel `ch`; returns the reference to the sums.
 
@@ -191,11 +187,7 @@ class Trace:
         return self._do(OperationKind.COPY, reference.chunks, destination, channel, thread_blocks)
 
     def reduce(
-        self,
-        reference: Reference,
-        other: Reference,
-        channel: int | None,
-        thread_blocks: tuple[int | None, int | None],
+        self, reference: Reference, other: Reference, channel: int | None, thread_blocks: tuple[int | None, int | None]
     ) -> Reference:
         """Record a reduction of `other` into `reference`; returns the reference to the sums."""
         self._require_current(reference)

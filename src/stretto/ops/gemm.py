@@ -234,10 +234,7 @@ def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
 
 
 def describe_matrix(
-    matrix: Tensor,
-    block: tuple[int, ...],
-    shape: tuple[int, ...] | None = None,
-    strides: tuple[int, ...] | None = None,
+    matrix: Tensor, block: tuple[int, ...], shape: tuple[int, ...] | None = None, strides: tuple[int, ...] | None = None
 ) -> Any:
     """A TMA descriptor of a tensor in blocks of that shape, without Triton's checks: of a matrix that `takes_tma`.
 

@@ -311,12 +311,7 @@ def _run_gathered(
 
 
 def _fake_gathered(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    group: str,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, group: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     _require("all_gather_matmul", x, weight, x_scale, weight_scale, None, group, out_dtype, None)
     rows = _count_rows("all_gather_matmul", x, group)
@@ -324,13 +319,7 @@ def _fake_gathered(
 
 
 def multiply_scaled(
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    *,
-    is_fast: bool = True,
+    x: Tensor, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None, *, is_fast: bool = True
 ) -> Tensor:
     """x @ weight.T of fp8, times the factors of rows and columns, + bias: by `scaled_mm` where it can, else in fp32.
 

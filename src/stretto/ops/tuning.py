@@ -211,13 +211,7 @@ class _ExpertOperands(RotatingOperands):
     """As of `RotatingOperands`, for experts that tokens take evenly: t tokens of each rank."""
 
     def __init__(
-        self,
-        operator: str,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
-        t: int,
-        top_k: int,
+        self, operator: str, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None, t: int, top_k: int
     ) -> None:
         super().__init__(operator, x, weights, group)
         self._name, experts = find_name(group), weights[0].shape[0]

@@ -195,12 +195,7 @@ def make_shard(whole: Tensor, layout: ParameterLayout, grid: Grid) -> DTensor:
         mesh = grid.copies_mesh(copies)
         axes = mesh.mesh_dim_names or ()
     return DTensor.from_local(
-        local,
-        mesh,
-        layout.placements(axes),
-        run_check=False,
-        shape=torch.Size(layout.shape),
-        stride=stride,
+        local, mesh, layout.placements(axes), run_check=False, shape=torch.Size(layout.shape), stride=stride
     )
 
 

@@ -346,12 +346,7 @@ class _BlockSegment:
             return tensor
 
         output: Sequence[Tensor] = ()
-        with (
-            suppress(_AllSaved),
-            saved_tensors_hooks(collect, lambda tensor: tensor),
-            self._again,
-            torch.enable_grad(),
-        ):
+        with suppress(_AllSaved), saved_tensors_hooks(collect, lambda tensor: tensor), self._again, torch.enable_grad():
             for call in self._calls:
                 output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
         if len(self._found) != len(self._saved):

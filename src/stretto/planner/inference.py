@@ -150,12 +150,7 @@ def _grids(model: Architecture, counts: Iterable[int]) -> Iterator[GridSizes]:
 
 
 def _predict(
-    model: Architecture,
-    grid: GridSizes,
-    device: Device,
-    lengths: Lengths,
-    batch: int,
-    token_seconds: float | None,
+    model: Architecture, grid: GridSizes, device: Device, lengths: Lengths, batch: int, token_seconds: float | None
 ) -> InferencePlan:
     rank = _Rank(model, grid, device)
     requests = -(-batch // grid.data)

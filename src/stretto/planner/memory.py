@@ -306,12 +306,7 @@ def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
     experts = [count / divided for count in model.expert_tensors]
     of_linears, of_experts = sum(linears), sum(experts)
     made = _WholeWeights(
-        of_linears,
-        max(linears),
-        len(linears),
-        of_experts,
-        max(*linears, *experts),
-        of_linears + of_experts,
+        of_linears, max(linears), len(linears), of_experts, max(*linears, *experts), of_linears + of_experts
     )
     model.memo[key] = made
     return made

@@ -40,12 +40,7 @@ class MessageDrivenPolicy:
     """
 
     def __init__(
-        self,
-        stage: int,
-        stages: int,
-        micro_batches: int,
-        limit: int,
-        serve_first: ServeFirst = "arrival",
+        self, stage: int, stages: int, micro_batches: int, limit: int, serve_first: ServeFirst = "arrival"
     ) -> None:
         for name, value in (("stages", stages), ("micro_batches", micro_batches), ("limit", limit)):
             if value < 1:

@@ -293,10 +293,7 @@ def test_torchs_grouped_gemm_is_told_of_multiprocessors_that_stay_free_only_whil
         return torch.zeros(len(offs), len(grad), rows.shape[1])
 
     grad, rows = draw(SEED, 7, 5), draw(SEED + 1, 7, 4)
-    replaced = {
-        "_takes_grouped_gemm": lambda *_: True,
-        "clear_empty": lambda *_: None,
-    }
+    replaced = {"_takes_grouped_gemm": lambda *_: True, "clear_empty": lambda *_: None}
     with mock.patch.multiple(grouped_matmul, _grouped_mm=multiply_by_torch, **replaced):
         for room in (22, 0):
             moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5, 7]), room=room)

@@ -32,17 +32,14 @@ CASES = {
         has_ignored_targets=True,
     ),
     "top-1 on alternate layers": Case(
-        GPT,
-        (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),),
+        GPT, (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),)
     ),
 }
 OTHER_CASES = {
     "6 experts": Case(GPT, (gpt(num_experts=6, balance="none"),)),
     # The switch loss of a micro-batch is no part of that of the batch; the z-loss is.
     "top-2 in micro-batches": Case(
-        GPT,
-        (gpt(balance="none", z_loss=0.1, shared_ffn=16, shared_expert_gate=True),),
-        has_ignored_targets=True,
+        GPT, (gpt(balance="none", z_loss=0.1, shared_ffn=16, shared_expert_gate=True),), has_ignored_targets=True
     ),
     # GPUs and CPUs compute other angles of rotary positions, which are fp32.
     "top-2 in micro-batches, learned positions": Case(

@@ -240,14 +240,7 @@ def _make_plan(
 ) -> ExecutionPlan:
     """The execution plan for an input of that many elements on each rank."""
     return make_plan(
-        schedule,
-        elements,
-        None,
-        in_place=in_place,
-        dtype=dtype,
-        reduction=reduction,
-        tile_bytes=tile_bytes,
-        slots=None,
+        schedule, elements, None, in_place=in_place, dtype=dtype, reduction=reduction, tile_bytes=tile_bytes, slots=None
     )
 
 

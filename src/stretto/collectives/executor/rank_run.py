@@ -59,12 +59,7 @@ class FifoSender(_FifoEnd):
         if self._puts:
             slot = self.passed % len(self._slots) * connection.slot_bytes
             self._memory.put(
-                connection.receiver,
-                slot,
-                connection.offset + slot,
-                size,
-                connection.sent,
-                source_region=self._source,
+                connection.receiver, slot, connection.offset + slot, size, connection.sent, source_region=self._source
             )
         else:
             self._memory.signal(connection.receiver, connection.sent)

@@ -49,13 +49,7 @@ class Ref:
         self.prog = prog
 
     def copy(
-        self,
-        dst: int,
-        buffer: Hashable = None,
-        index: int = -1,
-        sendtb: int = -1,
-        recvtb: int = -1,
-        ch: int = -1,
+        self, dst: int, buffer: Hashable = None, index: int = -1, sendtb: int = -1, recvtb: int = -1, ch: int = -1
     ) -> "Ref":
         """Copy these chunks to rank `dst`'s buffer at `index`; returns the reference to the copies.
 

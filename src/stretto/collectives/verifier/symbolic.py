@@ -166,11 +166,7 @@ def _start(graph: Graph, collective: Collective, values: Values) -> list[dict[Bu
 
 
 def _compare(
-    graph: Graph,
-    collective: Collective,
-    values: Values,
-    memory: list[dict[Buffer, list[int]]],
-    errors: list[str],
+    graph: Graph, collective: Collective, values: Values, memory: list[dict[Buffer, list[int]]], errors: list[str]
 ) -> SymbolicOutcome:
     # By index: most ranks expect the same there, and hashing the expected values would dominate the time.
     wanted: dict[int, _Wanted] = {}

@@ -131,15 +131,7 @@ def context_attention(
         mask = {"causal": causal, "window": window, "layout": layout}
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
     degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
-    settings = Settings(
-        name,
-        degree,
-        causal,
-        scale,
-        layout,
-        window,
-        "all_gather" if chosen == "ulysses" else chosen,
-    )
+    settings = Settings(name, degree, causal, scale, layout, window, "all_gather" if chosen == "ulysses" else chosen)
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart

@@ -23,12 +23,7 @@ from stretto.ops.operator import find_name, require_agreement
 
 @torch.compiler.disable
 def gather_rows(
-    x: Tensor,
-    group: dist.ProcessGroup | None,
-    mask: Mask,
-    *,
-    layout: str,
-    wrap_collective: CollectiveWrapper = call,
+    x: Tensor, group: dist.ProcessGroup | None, mask: Mask, *, layout: str, wrap_collective: CollectiveWrapper = call
 ) -> Tensor:
     """Rows of x [b, h, s / ranks, d], then those of other ranks that this rank's positions see: [b, h, rows, d].
 

@@ -133,13 +133,7 @@ def round_sum(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
 
 
 def _run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    form: str,
-    grad_convention: str,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: str, grad_convention: str, implementation: str
 ) -> Tensor:
     leaves = _require(x, weight, bias, group, form)
     if not group:

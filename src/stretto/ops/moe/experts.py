@@ -290,10 +290,7 @@ def _fake_gate_gradient(inner: Tensor, factors: Tensor) -> tuple[Tensor, Tensor,
 
 
 _gate_tokens = define_operator(
-    "experts_gate",
-    _run_gate,
-    fake=_fake_gate,
-    count_flops=lambda gate_up, tokens: 2 * tokens[0] * prod(gate_up[1:]),
+    "experts_gate", _run_gate, fake=_fake_gate, count_flops=lambda gate_up, tokens: 2 * tokens[0] * prod(gate_up[1:])
 )
 _differentiate_tokens = define_operator(
     "experts_gate_gradient",

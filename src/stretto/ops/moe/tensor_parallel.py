@@ -65,12 +65,7 @@ class GatheredRows:
 
 
 def all_gather_moe(
-    x: Tensor,
-    weight: Tensor,
-    topk_ids: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    implementation: str = "auto",
+    x: Tensor, weight: Tensor, topk_ids: Tensor, group: dist.ProcessGroup | None = None, *, implementation: str = "auto"
 ) -> GatheredRows:
     """Gather all ranks' tokens, and multiply each by its experts: x [t, h], weight [e, f, h], topk_ids [t, k].
 

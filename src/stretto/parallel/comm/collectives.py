@@ -335,11 +335,7 @@ def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Te
 
 
 def start_scatter_rows(
-    whole: Tensor,
-    local_rows: int,
-    group: dist.ProcessGroup,
-    factor: float = 1.0,
-    levels: "TwoLevels | None" = None,
+    whole: Tensor, local_rows: int, group: dist.ProcessGroup, factor: float = 1.0, levels: "TwoLevels | None" = None
 ) -> Pending:
     """Begin `scatter_rows`, times a factor. The backend multiplies if the result is an average and it can average; else
     `Pending.factor` is left to the caller."""

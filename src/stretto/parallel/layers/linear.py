@@ -157,13 +157,7 @@ class LinearPlan:
         return self.tokens is None and all(group.size() == 1 for group in groups)
 
     def make_output(
-        self,
-        x: Tensor,
-        matrix: Tensor,
-        bias: Tensor | None,
-        gathered: GatheredInput | None,
-        *,
-        may_share: bool = False,
+        self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None, *, may_share: bool = False
     ) -> tuple[Tensor, Tensor]:
         """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs.
 

@@ -49,13 +49,7 @@ def _moments(x: Tensor, is_centred: bool, group: dist.ProcessGroup) -> tuple[Ten
 class _SplitNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        is_centred: bool,
-        group: Any,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, group: Any
     ) -> Tensor:
         wide = x.to(statistics_dtype(x))
         mean, variance = keep_output("norm statistics", lambda: _moments(wide, is_centred, group))

@@ -252,10 +252,7 @@ class ModelStages:
         """
         if now.made is None:
             return output
-        shown = tree_map(
-            lambda leaf: leaf.detach().requires_grad_().clone() if _is_constant(leaf) else leaf,
-            output,
-        )
+        shown = tree_map(lambda leaf: leaf.detach().requires_grad_().clone() if _is_constant(leaf) else leaf, output)
         now.made += tensors_of(shown)
         return shown
 

@@ -275,8 +275,7 @@ def message_times(workload: StepWorkload, config: StepConfig, cluster: Cluster) 
     grid, num_bytes = config.grid, message_bytes(workload, config)
     known = {
         leaves: HopTimes(
-            message_latency(cluster, leaves=leaves),
-            num_bytes / message_rate(cluster, grid, leaves=leaves),
+            message_latency(cluster, leaves=leaves), num_bytes / message_rate(cluster, grid, leaves=leaves)
         )
         for leaves in {leaves_node(cluster, grid, rank) for rank in range(grid.pipe)}
     }

@@ -166,13 +166,7 @@ def add_phase(
             for source, target, part in each.messages:
                 one, other = group[source], group[target]
                 number = add(
-                    one,
-                    other,
-                    part * phase.num_bytes,
-                    after=before[one],
-                    stream=stream,
-                    name=name,
-                    is_ordered=False,
+                    one, other, part * phase.num_bytes, after=before[one], stream=stream, name=name, is_ordered=False
                 )
                 received[other].append(number)
                 sent.setdefault(one, []).append(number)

@@ -156,9 +156,5 @@ def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_netwo
         max((now.busy - then.busy for now, then in zip(blocks, result.blocks, strict=True)), default=0.0),
     )
     return replace(
-        result,
-        seconds=result.seconds + added,
-        events=whole.events + half.events,
-        blocks=tuple(blocks),
-        links=links,
+        result, seconds=result.seconds + added, events=whole.events + half.events, blocks=tuple(blocks), links=links
     )
