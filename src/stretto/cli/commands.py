@@ -129,7 +129,6 @@ class App(typer.Typer):
 
 
 def make_command(name: str, made_of: Any) -> Any:
-    """Make a command of a function, or a group of an application."""
     if isinstance(made_of, typer.Typer):
         return typer.main.get_group(made_of)
     alone = App()

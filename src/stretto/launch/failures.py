@@ -105,12 +105,10 @@ def _has_any(words: tuple[str, ...], reason: str) -> bool:
 
 
 def write_error(file: Path, failure: Failure) -> None:
-    """Write a rank's failure for its launcher."""
     write_atomically(file, json.dumps(asdict(failure)))
 
 
 def read_error(file: Path) -> Failure:
-    """Read what a rank has written by `write_error`."""
     values = json.loads(file.read_text())
     return Failure(**values | {"order": tuple(values["order"])})
 

@@ -54,7 +54,6 @@ def are_linked(own: str, gpus: list[str]) -> bool:
 
 
 def find_handle(device: torch.device) -> int:
-    """Return the current stream's handle."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 

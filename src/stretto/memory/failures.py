@@ -173,7 +173,6 @@ class FailureRecord:
                 self.failed.fill_(1)
 
     def close(self) -> None:
-        """Clear the record, whose workspace has been closed."""
         self._finalizer()
 
 

@@ -263,7 +263,6 @@ def _run_library(
     out_dtype: torch.dtype,
     sum_dtype: torch.dtype,
 ) -> Tensor:
-    """By a library's GEMM and the group's backend."""
     if operator == "all_gather_matmul":
         return _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)[0]
     if operator == "matmul_all_reduce":
@@ -374,7 +373,6 @@ def _add(total: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _count_rows(operator: str, x: Tensor, group: str) -> int:
-    """The output's rows on a rank."""
     world = find_group(group).size()
     return {"all_gather_matmul": x.shape[0] * world, "matmul_reduce_scatter": x.shape[0] // world}.get(
         operator, x.shape[0]

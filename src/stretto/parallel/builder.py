@@ -160,7 +160,6 @@ class Builder:
         return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
 
     def plain_parameter(self, name: str, role: Role) -> nn.Parameter:
-        """Build the replacement of a parameter whose module is not sharded."""
         owner_name, _, key = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)
         original, source = owner.get_parameter(key), self._whole(owner_name, owner)

@@ -153,7 +153,6 @@ class PassTotals(NamedTuple):
     launches: float = 0.0
 
     def times(self, count: float) -> "PassTotals":
-        """Of so many such passes."""
         return PassTotals(*[count * value for value in self])
 
     def plus(self, other: "PassTotals") -> "PassTotals":

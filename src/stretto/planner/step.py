@@ -149,7 +149,6 @@ class PassRecorder:
         self.steps += [UseWeight(weight.gather) for weight in weights if weight is not None]
 
     def weight_gradient(self, name: str, seconds: float, weight: WeightCollectives | None) -> None:
-        """Compute a weight's gradient and send it."""
         self.steps.append(AwaitRoom())
         self.compute(name, seconds)
         if weight is not None:

@@ -205,7 +205,6 @@ class RankRun:
         return f"{where} waits for {what}"
 
     def awaited_peer(self, number: int, awaited: Awaited) -> int | None:
-        """The rank that a thread block waits for, None if it is this one."""
         match awaited:
             case Awaited.STEP:
                 return None

@@ -270,7 +270,6 @@ class SocketTransport(PutTransport):
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether frames are queued."""
         return any(connection.outgoing for connection in self._connections.values())
 
     def close(self) -> None:

@@ -92,7 +92,6 @@ class CopyEngineAllGather:
         self._is_step = self._is_copied = False  # weights do not change; and a pass has copied them since
 
     def register(self, key: object, weight: WeightToGather) -> None:
-        """Copy this weight from the next forward pass on."""
         self._weights[key] = weight
 
     def drop_pruned(self) -> None:

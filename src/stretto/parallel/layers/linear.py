@@ -237,7 +237,6 @@ class LinearPlan:
         return pending, gradient
 
     def gather_gradient(self, gradient: Tensor) -> Tensor:
-        """The output's gradient of all tokens."""
         edge = self.output_edge
         return edge.gather(gradient) if isinstance(edge, ShardedTokens) else gradient
 
@@ -567,7 +566,6 @@ class ParallelLinear(ShardedModule):
         return (self.weight,)
 
     def local_bias(self) -> Tensor:
-        """This rank's part of the bias."""
         found = self.local_tensors()
         if found is not None and found[-1] is not None:
             return found[-1]
@@ -613,7 +611,6 @@ class ParallelLinear(ShardedModule):
 
     @property
     def out_features(self) -> int:
-        """The whole output's features."""
         return self.weight.shape[1 if self.plan.is_transposed else 0]
 
     def extra_repr(self) -> str:

@@ -119,7 +119,6 @@ class ModelStages:
 
     @property
     def mine(self) -> tuple[int, ...]:
-        """This rank's stages, in order."""
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     @property

@@ -100,7 +100,6 @@ SCALARS: dict[str, ScalarType] = {
 
 
 def encode_value(scalar: ScalarType, number: int, value: Any) -> bytes:
-    """Encode a field of one value, its tag included."""
     data = scalar.encode(value)
     if scalar.wire_type == WireType.LENGTH_DELIMITED:
         return encode_bytes(number, data)

@@ -177,7 +177,6 @@ def decode_node(data: bytes) -> ChakraNode:
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """Encode the message with which a file begins."""
     version = encode_bytes(1, metadata.version.encode()) if metadata.version else b""
     return version + b"".join(encode_bytes(2, encode_attribute(attribute)) for attribute in metadata.attributes)
 

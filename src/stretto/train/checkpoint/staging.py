@@ -93,7 +93,6 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that has been reserved."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def reserve(self, state: Mapping[str, ShardedState]) -> None:

@@ -121,7 +121,6 @@ class TokenStream:
         return index, position - int(self._ends[index]) + self.segments[index].tokens
 
     def _read_part(self, index: int, offset: int, count: int) -> NDArray[Any]:
-        """Read `count` ids of one segment from its id `offset` on."""
         dtype = np.dtype(self.segments[index].dtype)
         return np.frombuffer(self._file(index).read(offset * dtype.itemsize, count * dtype.itemsize), dtype)
 
