@@ -513,7 +513,8 @@ def _as_stored(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     pruned = parameter.pruned if isinstance(parameter, TensorOnGrid) else None
     if pruned is None or shard.dim() == 1:
         return shard
-    return pruned.from_rows(pruned.compress_rows(shard))
+    found: Tensor = pruned.from_rows(pruned.compress_rows(shard))
+    return found
 
 
 class _GradientSum:

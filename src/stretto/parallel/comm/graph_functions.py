@@ -82,7 +82,8 @@ class GraphFunction:
         needs = [is_on and each.requires_grad for each in (self.key, x, *others)]
         # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
         this = torch.empty(1, dtype=torch.float64, device="cpu")
-        return torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs)
+        found: Tensor = torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs)
+        return found
 
 
 class GraphCode(GraphFunction):
@@ -101,7 +102,8 @@ class GraphCode(GraphFunction):
 
 def new_number() -> Tensor:
     """A number [1] that is made when a graph runs, and that is in no other call of one."""
-    return torch.ops.stretto.new_number(torch.empty(1, dtype=torch.float64, device="cpu"))
+    number: Tensor = torch.ops.stretto.new_number(torch.empty(1, dtype=torch.float64, device="cpu"))
+    return number
 
 
 class _WeightKey(torch.autograd.Function):
@@ -139,9 +141,11 @@ class _GraphCall(bytearray):
         return call
 
     def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
+        """Run the function."""
         raise NotImplementedError
 
     def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
+        """The gradients of the inputs that need some."""
         raise NotImplementedError
 
 
@@ -247,7 +251,8 @@ class _RecordedFunction(torch.autograd.Function):
         ctx.needs = needs
         y, token = torch.ops.stretto.call_function(this, key, inputs, shape, needs)
         ctx.save_for_backward(key, token, *inputs)
-        return y
+        found: Tensor = y
+        return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -263,7 +268,8 @@ class _RecordedFunction(torch.autograd.Function):
 def _record_function(
     this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
 ) -> Tensor:
-    return _RecordedFunction.apply(shape, needs, this, key, *inputs)
+    y: Tensor = _RecordedFunction.apply(shape, needs, this, key, *inputs)
+    return y
 
 
 _operators = torch.library.Library("stretto", "FRAGMENT")  # registrations live as long as this

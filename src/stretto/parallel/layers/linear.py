@@ -157,7 +157,13 @@ class LinearPlan:
         return self.tokens is None and all(group.size() == 1 for group in groups)
 
     def make_output(
-        self, x: Tensor, matrix: Tensor, bias: Tensor | None, gathered: GatheredInput | None, *, may_share: bool = False
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None,
+        gathered: GatheredInput | None,
+        *,
+        may_share: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs.
 
@@ -237,6 +243,7 @@ class LinearPlan:
         return pending, gradient
 
     def gather_gradient(self, gradient: Tensor) -> Tensor:
+        """The output's gradient of all tokens."""
         edge = self.output_edge
         return edge.gather(gradient) if isinstance(edge, ShardedTokens) else gradient
 
@@ -273,6 +280,7 @@ class LinearPlan:
         return edge.multiply_and_scatter(x, matrix.t())
 
     def multiply_and_add(self, x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        """x @ matrix, + bias."""
         return x @ matrix if bias is None else F.linear(x, matrix.t(), bias)
 
     def multiply_weight_gradient(self, x: Tensor, gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -296,7 +304,8 @@ class LinearPlan:
         if a.ndim == 2:
             return self.matmuls.multiply(self.linear_index, role, a, b, dtype=dtype)
         product = self.matmuls.multiply(self.linear_index, role, a.flatten(0, -2), b, dtype=dtype)
-        return torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
+        whole: Tensor = torch.ops.aten._unsafe_view(product, (*a.shape[:-1], b.shape[1]))
+        return whole
 
     def multiply_invariantly(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The output of x times `weight` [out, in] transposed, + bias: x cuts rowwise inputs, a power of two of 8."""
@@ -566,6 +575,7 @@ class ParallelLinear(ShardedModule):
         return (self.weight,)
 
     def local_bias(self) -> Tensor:
+        """This rank's part of the bias."""
         found = self.local_tensors()
         if found is not None and found[-1] is not None:
             return found[-1]
@@ -611,6 +621,7 @@ class ParallelLinear(ShardedModule):
 
     @property
     def out_features(self) -> int:
+        """The whole output's features."""
         return self.weight.shape[1 if self.plan.is_transposed else 0]
 
     def extra_repr(self) -> str:
