@@ -309,6 +309,132 @@ def _expand(  # type: ignore[no-untyped-def]
             _unpack_row(loaded[number], rows[number], at + 256 * number, mask, first, last, IS_PART, WARPS)
 
 
+@triton.jit
+def _select_bit(word, rank):  # type: ignore[no-untyped-def]
+    """The place of the bit of an int32 that is 1 and has `rank` such bits below it."""
+    place = tl.zeros_like(rank)
+    for step in tl.static_range(5):
+        count = _count_bits(word & ((1 << (16 >> step)) - 1))
+        is_above = rank >= count
+        shift = tl.where(is_above, 16 >> step, 0)
+        rank -= tl.where(is_above, count, 0)
+        word >>= shift
+        place += shift
+    return place
+
+
+@triton.jit
+def _prefetch(at):  # type: ignore[no-untyped-def]
+    """Have the L2 cache fetch the lines of these addresses."""
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(do_not_specialize=["first", "last", "first_block"])
+def _add_selected(  # type: ignore[no-untyped-def]
+    dense, index, out, size, first, last, first_block,
+    PREFETCHES: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
+    """Add the numbers of TURNS blocks that are left to those of `out`, each of which finds its own.
+
+    Neighbouring lanes have neighbouring numbers of `out`, which are so loaded and stored by few instructions: by rows
+    of dense numbers it takes 64 of them a block, and their sums are loaded only once their places are known. A lane
+    finds its word of the bitmap by bisecting how many numbers are left before each of the block's 32, and its bit by
+    counting bits.
+
+    Synchronization: none. Each number of `out` is read and written by one warp.
+    """
+    lane = tl.arange(0, 32)
+    for turn in range(TURNS):
+        block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
+        if block * 1024 < size:
+            if PREFETCHES:  # 64 bytes a lane or more; they are loaded once their places are known
+                _prefetch(dense + tl.minimum(block * 1024 + lane * 32, size - 1))
+            before = tl.load(index.prefix + block)
+            end = tl.load(index.prefix + block + 1, mask=(block + 1) * 1024 < size, other=last)
+            begin, end = tl.maximum(before, first), tl.minimum(end, last)
+            words = tl.load(index.bits.to(tl.pointer_type(tl.int32)) + block * 32 + lane)
+            count = _count_bits(words)
+            before_words = tl.cumsum(count, axis=0) - count
+            for start in range((begin - before).to(tl.int32), (end - before).to(tl.int32), SLOTS):
+                number = start + tl.arange(0, SLOTS)
+                is_there = number < end - before
+                at = out + (before - first) + number
+                added = tl.load(at, mask=is_there, other=0)
+                word = tl.zeros_like(number)
+                for step in tl.static_range(5):
+                    further = word + (16 >> step)
+                    word = tl.where(tl.gather(before_words, further, axis=0) <= number, further, word)
+                place = _select_bit(tl.gather(words, word, axis=0), number - tl.gather(before_words, word, axis=0))
+                own = tl.load(dense + block * 1024 + (word * 32 + place), mask=is_there, other=0)
+                tl.store(at, (own.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty), mask=is_there)
+
+
+@triton.jit(do_not_specialize=["first", "last", "first_block"])
+def _add_staged(  # type: ignore[no-untyped-def]
+    dense, index, staged, out, size, first, last, first_block, SLOTS: tl.constexpr, TURNS: tl.constexpr
+):  # fmt: skip
+    """The same as `_add_selected`: rows are compressed to `staged` [last - first], in order, and added from there.
+
+    Synchronization: a barrier of the program, of one warp, between its stores to `staged` and its loads.
+    """
+    places = _place(1)
+    for turn in range(TURNS):
+        block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
+        if block * 1024 < size:
+            here = tl.minimum(size - block * 1024, 1024).to(tl.int32)
+            at = dense + block * 1024 + places
+            values, rows = (), ()
+            for number in tl.static_range(4):
+                values += (tl.load(at + 256 * number, mask=places + 256 * number < here, other=0),)  # type: ignore[assignment]
+            begin = tl.maximum(tl.load(index.prefix + block), first) - first
+            end = tl.load(index.prefix + block + 1, mask=(block + 1) * 1024 < size, other=last)
+            end = tl.minimum(end, last) - first
+            slots = begin + tl.arange(0, SLOTS)
+            added = tl.load(out + slots, mask=slots < end, other=0)
+            before, words = _scan_words(index, block, here, 1)
+            for number in tl.static_range(4):
+                rows += (_find_row(words[number], before, index.selectors, number, 1),)  # type: ignore[assignment]
+            for number in tl.static_range(4):
+                _pack_row(values[number], rows[number], None, staged, first, last, True, 1)
+            tl.debug_barrier()
+            own = tl.load(staged + slots, mask=slots < end, other=0)
+            tl.store(out + slots, (own.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty), mask=slots < end)
+            for start in range((begin + SLOTS).to(tl.int32), end.to(tl.int32), SLOTS):
+                others = start + tl.arange(0, SLOTS)
+                own = tl.load(staged + others, mask=others < end, other=0)
+                added = tl.load(out + others, mask=others < end, other=0)
+                total = own.to(tl.float32) + added.to(tl.float32)
+                tl.store(out + others, total.to(out.dtype.element_ty), mask=others < end)
+
+
+def launch_staged(
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, slots: int = 128, turns: int = 1
+) -> None:
+    launch_kernel(
+        _add_staged, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, find_selectors(dense.device)[0]),
+        torch.empty_like(out), out, part.end(dense), part.first, part.last, part.first_block,
+        SLOTS=slots, TURNS=turns, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_add(
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, prefetches: bool = True,
+    slots: int = 128, turns: int = 1,
+) -> None:  # fmt: skip
+    """Add what is left of `dense` [size], by a bitmap with prefix sums, to `out` [part.last - part.first].
+
+    part: whose blocks may have other numbers, too, at both ends.
+    """
+    launch_kernel(
+        _add_selected, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, prefix), out,
+        part.end(dense), part.first, part.last, part.first_block,
+        PREFETCHES=prefetches, SLOTS=slots, TURNS=turns, num_warps=1,
+    )  # fmt: skip
+
+
 def launch_compress(
     dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool, warps: int = WARPS,
     turns: int | None = None,
