@@ -5,6 +5,7 @@ Masks depend on the whole weights, and not on the grid: each rank gathers one pa
 of all its numbers, and keeps the mask of its own shard.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -51,8 +52,9 @@ def prune(
     returned, and nothing is changed, until masks have settled; or bools of whole parameters by name, with sparsity
     None. weights: returns this rank's shard of a parameter by name (None: the model's own).
 
-    Collective. Raises ValueError for a sparsity outside of [0, 1), for masks of parameters that there are not or of
-    other shapes, and for a pattern or a model that leaves nothing to prune.
+    Collective. Raises ValueError for a sparsity outside of [0, 1), for weights that are not finite, for masks of
+    parameters that are not trained or of other shapes, and for a pattern or a model that leaves nothing to prune. Warns
+    of weights of which nothing is left, and of those with fewer numbers than are left: zeros remain by their place.
     """
     if (state := state_of(model)) is not None and state.options.fp8 is not None:
         raise ValueError("prune: the model computes in fp8, in which pruned weights are not gathered: leave fp8 out")
@@ -61,6 +63,11 @@ def prune(
     if isinstance(method, Mapping):
         if sparsity is not None:
             raise ValueError(f"sparsity is {sparsity}, but masks are given, which say what is left; None would do")
+        if scope != "layer" or exclude:
+            raise ValueError(
+                f"scope is {scope!r} and exclude is {exclude!r}, but masks are given, which say what is left: leave "
+                "both out"
+            )
         masks = _shard_masks(model, method)
     else:
         if method != "magnitude" and not isinstance(method, EarlyBird):
@@ -73,7 +80,7 @@ def prune(
             return None
     for name, parameter in model.named_parameters():
         if name in masks.masks:
-            local_shard(parameter).mul_(masks.masks[name].unpacked())
+            local_shard(parameter).masked_fill_(~masks.masks[name].unpacked(), 0)
             torch.autograd.graph.increment_version(parameter)
     return masks
 
@@ -114,10 +121,12 @@ def _choose(
     def shard_of(name: str) -> Tensor:
         return local_shard(parameters[name]) if weights is None else weights(name)
 
-    not_numbers = [name for name in parameters if bool(shard_of(name).isnan().any())]
-    if _sum_over_ranks(model, float(len(not_numbers))):
-        named = ", ".join(not_numbers) or "parameters of other ranks"
-        raise ValueError(f"{named} have numbers that are NaN, of which none is larger: prune weights that are finite")
+    not_finite = [
+        name for name in parameters if (own := shard_of(name)).is_meta or not bool(torch.isfinite(own).all())
+    ]
+    if _sum_over_ranks(model, float(len(not_finite))):
+        named = ", ".join(not_finite) or "parameters of other ranks"
+        raise ValueError(f"{named} have numbers that are NaN, infinite or on the meta device: prune finite weights")
     threshold, ties = (0.0, 0)
     if scope == "global":
         bits = {name: magnitude_bits(shard_of(name)) for name in parameters}
@@ -129,7 +138,7 @@ def _choose(
 
         threshold, ties = find_threshold(count, count_left(count(0), sparsity))
         bits.clear()
-    found = {}
+    found, empty, by_place = {}, [], []
     for name, parameter in parameters.items():
         whole = _gather(shard_of(name).to(parameter.device), parameter)
         if scope == "layer":
@@ -137,7 +146,17 @@ def _choose(
         else:
             is_left = select_above(whole, threshold, ties)
             ties -= min(ties, int((whole.float().abs() == threshold).sum()))
+        left, size = int(is_left.sum()), whole.numel()
+        if size and not left:
+            empty.append(name)
+        elif left < size and not bool(whole[is_left].all()):
+            by_place.append(name)
         found[name] = WeightMask.of(_shard(is_left, parameter))
+    if empty:
+        warnings.warn(f"nothing is left of {', '.join(empty)}: exclude small weights", stacklevel=4)
+    if by_place:
+        named = ", ".join(by_place)
+        warnings.warn(f"{named}: more is left than is not zero, so the first zeros are left, too", stacklevel=4)
     return Masks(found, sparsity)
 
 
@@ -154,15 +173,21 @@ def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool
 
 
 def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
-    shapes = {name: tuple(parameter.shape) for name, parameter in _whole_parameters(model)}
+    own, shapes = dict(model.named_parameters()), dict[str, tuple[int, ...]]()
+    for name, parameter in _whole_parameters(model):
+        if own.get(name, parameter).requires_grad:
+            shapes[name] = tuple(parameter.shape)
     for name, mask in given.items():
         if not isinstance(mask, Tensor):
             raise ValueError(f"the mask of {name} is a {type(mask).__name__}, but must be a tensor of bools")
         if name not in shapes:
-            raise ValueError(f"a mask is of {name!r}, which is no parameter of the model")
+            raise ValueError(
+                f"a mask is of {name!r}, which is no trained parameter of the model (tied ones have their first name)"
+            )
+        if mask.layout != torch.strided or mask.is_meta or not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"the mask of {name} must be a dense tensor of bools, or of zeros and ones")
         if tuple(mask.shape) != shapes[name]:
             raise ValueError(f"the mask of {name} is {list(mask.shape)}, but the parameter is {list(shapes[name])}")
-    own = dict(model.named_parameters())
     left, size = sum(int((mask != 0).sum()) for mask in given.values()), sum(mask.numel() for mask in given.values())
     if not size:
         raise ValueError("masks are of no number; prune(model, 0.9) chooses some")
@@ -317,7 +342,9 @@ def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks, grid: Gri
             problem = problem or f"a mask is of {name!r}, which is no trained parameter of this rank"
         elif mask.shape != local_shard(parameter).shape:
             shapes = list(mask.shape), list(local_shard(parameter).shape)
-            problem = problem or f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}"
+            problem = problem or (
+                f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}: prune after parallelize"
+            )
     # A parameter that this rank has no mask of may have one on others.
     hashes = dict.fromkeys(parameters, -1)
     if not problem and masks.masks:
