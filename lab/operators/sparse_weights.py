@@ -162,7 +162,17 @@ def _list_runs(
         ]
         for (name, call), moved in zip(calls, rates, strict=True):
             found.append((f"{name}, {turns} blocks a warp", call, moved))
-    return found + [(f"compress and add, {name}", call, rates[1]) for name, call in _list_sums(index, dense, left)]
+    found += [(f"compress and add, {name}", call, rates[1]) for name, call in _list_sums(index, dense, left)]
+    (part,) = index.ranges(0, index.count)
+    expected = left.clone()
+    for turns, prefetches in product((1, 2), (False, True)):
+        shape = {"adds": False, "turns": turns, "prefetches": prefetches}
+        call = partial(kernels.launch_add, dense, index.bits, index.prefix, left, part, **shape)
+        call()
+        if not torch.equal(left, expected):
+            raise AssertionError(f"compress, selected, {shape}: wrong numbers")
+        found.append((f"compress, selected, {turns} blocks{', prefetched' * prefetches}", call, rates[0]))
+    return found
 
 
 def _list_sums(index: BitmapIndex, dense: Tensor, out: Tensor) -> list[tuple[str, Callable[[], Any]]]:
@@ -182,6 +192,7 @@ def _list_sums(index: BitmapIndex, dense: Tensor, out: Tensor) -> list[tuple[str
         call = partial(kernels.launch_staged, *arguments, slots=slots, turns=turns)
         found.append((f"staged, {slots} numbers x {turns} blocks", call))
     left = index.compress(dense, torch.empty_like(out))
+    kept = out.clone()
     for name, call in found:
         out.normal_()
         expected = out + left
@@ -189,6 +200,7 @@ def _list_sums(index: BitmapIndex, dense: Tensor, out: Tensor) -> list[tuple[str
         if not torch.equal(out, expected):
             wrong = int((out != expected).sum())
             raise AssertionError(f"compress and add, {name}: {wrong} of {len(out)} sums are wrong")
+    out.copy_(kept)
     return found
 
 

@@ -291,7 +291,9 @@ def test_weights_that_are_not_finite_are_named(scope: Any) -> None:
     with torch.no_grad():
         model.layers[1].weight[2, 3] = float("nan" if scope == "layer" else "inf")  # type: ignore[index, union-attr]
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(ValueError, match=r"layers\.1\.weight have numbers that are NaN, infinite or on the meta device"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.weight have numbers that are NaN, infinite or on the meta device"
+    ):
         prune(model, 0.5, scope=scope)
     assert all(torch.equal(a[a.isfinite()], b[a.isfinite()]) for a, b in zip(before, model.parameters(), strict=True))
     masks = {f"layers.{number}.weight": torch.zeros(layer.weight.shape) for number, layer in enumerate(model.layers)}  # type: ignore[arg-type, union-attr]
@@ -334,7 +336,10 @@ def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
         ({"sparsity": None, "method": {"a": torch.ones(1)}}, "a mask is of 'a', which is no trained parameter"),
         ({"sparsity": "0.5"}, "sparsity is '0.5', but must be at least 0 and less than 1; 0.9 would do"),
         ({"sparsity": None, "method": {"layers.1.weight": [[True]]}}, "is a list, but must be a tensor of bools"),
-        ({"sparsity": None, "method": {"layers.1.weight": torch.eye(7, 5) * 2}}, "a dense tensor of bools, or of zeros"),
+        (
+            {"sparsity": None, "method": {"layers.1.weight": torch.eye(7, 5) * 2}},
+            "a dense tensor of bools, or of zeros",
+        ),
         ({"sparsity": None, "method": {"layers.1.weight": torch.eye(7, 5)}, "exclude": ["a"]}, "leave both out"),
         ({"sparsity": None, "method": {"layers.1.weight": torch.ones(2, 2)}}, r"is \[2, 2\], but .* is \[7, 5\]"),
     ],

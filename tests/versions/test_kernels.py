@@ -96,7 +96,7 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 def launch_sparse(name: str) -> Launch:
     half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
     if name == "_add_selected":
-        return Launch(sparse_kernels._add_selected, (half, index, half, 4096, 8, 90, 1, True, 128, 1), {"num_warps": 1})
+        return Launch(sparse_kernels._add_selected, (half, index, half, 4096, 8, 90, 1, True, True, 128, 1), {"num_warps": 1})
     if name == "_add_staged":
         arguments = half, index, half.clone(), half, 4096, 8, 90, 1, 128, 1
         return Launch(sparse_kernels._add_staged, arguments, {"num_warps": 1})

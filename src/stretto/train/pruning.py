@@ -121,9 +121,7 @@ def _choose(
     def shard_of(name: str) -> Tensor:
         return local_shard(parameters[name]) if weights is None else weights(name)
 
-    not_finite = [
-        name for name in parameters if (own := shard_of(name)).is_meta or not bool(torch.isfinite(own).all())
-    ]
+    not_finite = [name for name in parameters if (own := shard_of(name)).is_meta or not bool(torch.isfinite(own).all())]
     if _sum_over_ranks(model, float(len(not_finite))):
         named = ", ".join(not_finite) or "parameters of other ranks"
         raise ValueError(f"{named} have numbers that are NaN, infinite or on the meta device: prune finite weights")

@@ -113,6 +113,7 @@ class StoredOptimizer:
         self.store = self._make_store(masks)
         self._take_over(model)
         self._start(model)
+        self._note_written()
 
     def _make_store(self, masks: Masks | None) -> OptimizerStateStore:
         """The store of all parameters, and what is left of those that masks prune."""
@@ -167,7 +168,6 @@ class StoredOptimizer:
             wide = weight if pruned is None else pruned.expand(name, weight.to(shard.device), shard.shape)
             self._attach(number, shard)
             self.store.set_weight(number, self._pruned.compress(name, wide.to(shard.device)))
-            self._pruned.write_rows(name, shard)
             scalars[name] = {key: value for key, value in history[name].items() if not value.dim()}
         self._start(self._model)
         for name in self.parameters:
@@ -176,7 +176,7 @@ class StoredOptimizer:
                     shape = local_shard(self.parameters[name]).shape
                     self.set_slot(name, key, slot if pruned is None else pruned.expand(name, slot, shape))
         self.set_scalars({name: own for name, own in scalars.items() if own})
-        torch.autograd.graph.increment_version(list(self.parameters.values()))
+        self._note_written()
 
     def _attach(self, number: int, shard: Tensor) -> None:
         assert self._pruned is not None
@@ -202,7 +202,6 @@ class StoredOptimizer:
                 wide, shard, name = shard, shard.new_zeros(shard.shape, dtype=dtype), names[number]
                 self._attach(number, shard)
                 self.store.set_weight(number, self._pruned.compress(name, wide))
-                self._pruned.write_rows(name, shard)
             else:
                 self.store.set_weight(number, shard)
                 shard = self.store.weights.read(number).view(shard.shape)
@@ -217,13 +216,18 @@ class StoredOptimizer:
 
         The norm is fp64, 0-dim, before clipping. loss: 0-dim, the same on all ranks; with `skips_nonfinite`, nothing is
         updated where it or the norm is not finite, as the device decides. Raises ValueError if the model was converted
-        after this optimizer was made.
+        or loaded after this optimizer was made.
         """
         for (name, parameter), pointer in zip(self.parameters.items(), self._pointers, strict=True):
             if local_shard(parameter).data_ptr() != pointer:
                 raise ValueError(
                     f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
                     "update the old numbers: make the optimizer afterwards"
+                )
+            if parameter._version != self._versions[name]:
+                raise ValueError(
+                    f"{name} was written (load_state_dict, copy_, prune) after its optimizer was made, whose fp32 weights are "
+                    "others: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
         self._note_written()
@@ -260,6 +264,7 @@ class StoredOptimizer:
                 self._pruned.write_rows(name, local_shard(parameter))
         # Kernels of the store do not count versions, which show that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
+        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, which drops its own: for a backward pass that is not to count."""

@@ -335,7 +335,7 @@ def _prefetch(at):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _add_selected(  # type: ignore[no-untyped-def]
     dense, index, out, size, first, last, first_block,
-    PREFETCHES: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
+    ADDS: tl.constexpr, PREFETCHES: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Add the numbers of TURNS blocks that are left to those of `out`, each of which finds its own.
 
@@ -362,14 +362,17 @@ def _add_selected(  # type: ignore[no-untyped-def]
                 number = start + tl.arange(0, SLOTS)
                 is_there = number < end - before
                 at = out + (before - first) + number
-                added = tl.load(at, mask=is_there, other=0)
+                if ADDS:
+                    added = tl.load(at, mask=is_there, other=0)
                 word = tl.zeros_like(number)
                 for step in tl.static_range(5):
                     further = word + (16 >> step)
                     word = tl.where(tl.gather(before_words, further, axis=0) <= number, further, word)
                 place = _select_bit(tl.gather(words, word, axis=0), number - tl.gather(before_words, word, axis=0))
                 own = tl.load(dense + block * 1024 + (word * 32 + place), mask=is_there, other=0)
-                tl.store(at, (own.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty), mask=is_there)
+                if ADDS:
+                    own = (own.to(tl.float32) + added.to(tl.float32)).to(out.dtype.element_ty)
+                tl.store(at, own, mask=is_there)
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
@@ -421,8 +424,8 @@ def launch_staged(
 
 
 def launch_add(
-    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, prefetches: bool = True,
-    slots: int = 128, turns: int = 1,
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool = True,
+    prefetches: bool = True, slots: int = 128, turns: int = 1,
 ) -> None:  # fmt: skip
     """Add what is left of `dense` [size], by a bitmap with prefix sums, to `out` [part.last - part.first].
 
@@ -431,7 +434,7 @@ def launch_add(
     launch_kernel(
         _add_selected, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, prefix), out,
         part.end(dense), part.first, part.last, part.first_block,
-        PREFETCHES=prefetches, SLOTS=slots, TURNS=turns, num_warps=1,
+        ADDS=adds, PREFETCHES=prefetches, SLOTS=slots, TURNS=turns, num_warps=1,
     )  # fmt: skip
 
 
