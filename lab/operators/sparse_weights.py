@@ -8,7 +8,6 @@ for each number that is left in place of the bitmap. A copy moves each number tw
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Annotated, Any, get_args
 
@@ -22,7 +21,7 @@ from stretto.bench.harness import run_ranks, time_each_step
 from stretto.bench.settings import Needs, Option, Repeats, Rounds
 from stretto.cluster.detection import count_gpus
 from stretto.execution import SparseIndexKind, check_sparsity
-from stretto.optim.sparse import BitmapIndex, SparseIndex, kernels, make_index
+from stretto.optim.sparse import BitmapIndex, SparseIndex, make_index
 from stretto.optim.sparse.masks import pack
 from stretto.parallel import Grid
 from stretto.quantities import MAX_COUNT, require_least
@@ -162,45 +161,6 @@ def _list_runs(
         ]
         for (name, call), moved in zip(calls, rates, strict=True):
             found.append((f"{name}, {turns} blocks a warp", call, moved))
-    found += [(f"compress and add, {name}", call, rates[1]) for name, call in _list_sums(index, dense, left)]
-    (part,) = index.ranges(0, index.count)
-    expected = left.clone()
-    for turns, prefetches in product((1, 2), (False, True)):
-        shape = {"adds": False, "turns": turns, "prefetches": prefetches}
-        call = partial(kernels.launch_add, dense, index.bits, index.prefix, left, part, **shape)
-        call()
-        if not torch.equal(left, expected):
-            raise AssertionError(f"compress, selected, {shape}: wrong numbers")
-        found.append((f"compress, selected, {turns} blocks{', prefetched' * prefetches}", call, rates[0]))
-    return found
-
-
-def _list_sums(index: BitmapIndex, dense: Tensor, out: Tensor) -> list[tuple[str, Callable[[], Any]]]:
-    """Other ways to compress into a sum, each of which is compared with torch's sum first."""
-    (part,) = index.ranges(0, index.count)
-
-    def add_later() -> None:
-        out.add_(index.compress(dense, torch.empty_like(out)))
-
-    found: list[tuple[str, Callable[[], Any]]] = [("by another kernel", add_later)]
-    arguments = dense, index.bits, index.prefix, out, part
-    for slots, turns, prefetches in ((128, 1, False), *product((64, 128), (1, 2, 4), (True,))):
-        shape = {"slots": slots, "turns": turns, "prefetches": prefetches}
-        name = f"selected, {slots} numbers x {turns} blocks{', prefetched' * prefetches}"
-        found.append((name, partial(kernels.launch_add, *arguments, **shape)))
-    for slots, turns in ((128, 1), (128, 2), (128, 4), (256, 2)):
-        call = partial(kernels.launch_staged, *arguments, slots=slots, turns=turns)
-        found.append((f"staged, {slots} numbers x {turns} blocks", call))
-    left = index.compress(dense, torch.empty_like(out))
-    kept = out.clone()
-    for name, call in found:
-        out.normal_()
-        expected = out + left
-        call()
-        if not torch.equal(out, expected):
-            wrong = int((out != expected).sum())
-            raise AssertionError(f"compress and add, {name}: {wrong} of {len(out)} sums are wrong")
-    out.copy_(kept)
     return found
 
 

@@ -99,10 +99,10 @@ def test_integer_gradients_give_the_bits_on_any_ranks_and_z_carries_what_is_left
     for rank in found:
         assert rank["equal"]
         dense, pruned = rank["sent"]
-        if sizes["z"] <= 2:  # the messages of these small layers are shorter than z's rounding otherwise
+        if sizes.get("z") == 2:  # the messages of these small layers are shorter than z's rounding otherwise
             assert pruned["z"] < 0.3 * dense["z"]
     shares = [rank["shares"] for rank in found]
-    assert all(max(of_layer) - min(of_layer) <= 2 * sizes["z"] for of_layer in zip(*shares, strict=True))
+    assert all(max(of_layer) - min(of_layer) <= 2 * sizes.get("z", 1) for of_layer in zip(*shares, strict=True))
 
 
 @pytest.mark.long

@@ -95,14 +95,8 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 def launch_sparse(name: str) -> Launch:
     half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
-    if name == "_add_selected":
-        return Launch(sparse_kernels._add_selected, (half, index, half, 4096, 8, 90, 1, True, True, 128, 1), {"num_warps": 1})
-    if name == "_add_staged":
-        arguments = half, index, half.clone(), half, 4096, 8, 90, 1, 128, 1
-        return Launch(sparse_kernels._add_staged, arguments, {"num_warps": 1})
     flags = (WORDS, WORDS) if name == "_expand" else ()
-    end = (True, 1, 1) if name == "_expand" else (True, True, 1, 1)
-    arguments = half, index, half, *flags, 4096, 8, 90, 1, *end
+    arguments = half, index, half, *flags, 4096, 8, 90, 1, 128 if name == "_add" else True, 1
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
@@ -330,7 +324,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
-    **{f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_compress", "_expand", "_add_selected", "_add_staged")},
+    **{
+        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_add", "_compress", "_expand")
+    },
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),

@@ -244,8 +244,9 @@ class PrunedParameters:
         grid: Grid,
     ) -> None:
         _check_masks(parameters, masks, grid)
+        self._parameters, self._device = parameters, grid.device
         self._shares: dict[str, PrunedWeight] = {}
-        self.indices: list[SparseIndex] = []  # of what the store has
+        self.indices: dict[str, SparseIndex] = {}  # of what the store has
         for name, parameter in parameters.items():
             shard, mask = local_shard(parameter), masks.masks.get(name)
             index: SparseIndex = FullIndex(shard.numel())
@@ -256,27 +257,22 @@ class PrunedParameters:
                 else:
                     share = self._shares[name] = _share(shard, mask, weight, kind, dtype)
                     index = FullIndex(share.count)
-            self.indices.append(index)
-        self._names = {name: number for number, name in enumerate(parameters)}
+            self.indices[name] = index
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all indices."""
         of_shares = sum(share.num_bytes for share in self._shares.values())
-        return of_shares + sum(index.num_bytes for index in self.indices)
+        return of_shares + sum(index.num_bytes for index in self.indices.values())
 
-    def stored_shape(self, name: str) -> torch.Size:
-        """The shape in which the store keeps a parameter."""
-        return torch.Size((self.indices[self._names[name]].count,))
-
-    def home(self, number: int, shard: Tensor) -> Tensor:
+    def home(self, name: str, shard: Tensor) -> Tensor:
         """The flat tensor that holds a parameter's weights, of which the store updates what is left."""
-        share = self._shares.get(list(self._names)[number])
+        share = self._shares.get(name)
         return shard.view(-1) if share is None else share.values[: share.count]
 
-    def send(self, state: ParallelState, parameters: Mapping[str, nn.Parameter]) -> None:
+    def send(self, state: ParallelState) -> None:
         """Have what goes over z carry what is left."""
-        for name, parameter in parameters.items():
+        for name, parameter in self._parameters.items():
             if isinstance(parameter, TensorOnGrid):
                 parameter.pruned = self._shares.get(name)
         state.weight_gatherer.send_pruned()
@@ -285,36 +281,32 @@ class PrunedParameters:
 
     def compress(self, name: str, shard: Tensor) -> Tensor:
         """What the store keeps of a tensor like a parameter's shard. Collective for one that z shards."""
+        shard = shard.to(self._device)
         if (share := self._shares.get(name)) is not None:
-            return share.from_rows(share.compress_rows(shard))
-        index = self.indices[self._names[name]]
+            return share.compress(shard)
+        index = self.indices[name]
         return index.compress(shard.reshape(-1), shard.new_empty(index.count))
 
-    def expand(self, name: str, left: Tensor, shape: torch.Size) -> Tensor:
-        """The reverse of `compress`: a tensor of the shard's shape, with zeros. Collective for one that z shards."""
-        return self.expand_later(name, lambda: left, shape, left.device)()
-
-    def expand_later(
-        self, name: str, read: Callable[[], Tensor], shape: torch.Size, device: torch.device
-    ) -> Callable[[], Tensor]:
-        """A function that expands what `read` returns. Collective, here, for a parameter that z shards."""
+    def expand_later(self, name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The reverse of `compress`: a function that makes what `read` returns a tensor of the shard's shape, with
+        zeros. Collective, here, for a parameter that z shards."""
+        shape, index = local_shard(self._parameters[name]).shape, self.indices[name]
         if (share := self._shares.get(name)) is not None:
-            rows = share.to_rows(read().flatten().to(device))
+            rows = share.to_rows(read().flatten().to(self._device))
             return lambda: share.expand_rows(rows, shape)
-        index = self.indices[self._names[name]]
 
         def expand() -> Tensor:
             left = read().flatten()
             if not isinstance(index, FullIndex):
-                left = index.fill(left.to(device), left.new_empty(index.size, device=device))
+                left = index.fill(left.to(self._device), left.new_empty(index.size, device=self._device))
             return left.view(shape)
 
         return expand
 
-    def write_rows(self, name: str, shard: Tensor) -> None:
-        """Write the rows of a parameter that z shards as its shares have them. Collective for such a one."""
-        if (share := self._shares.get(name)) is not None:
-            share.write_rows(shard)
+    def write_rows(self) -> None:
+        """Write the rows of parameters that z shards as their shares have them. Collective if there are any."""
+        for name, share in self._shares.items():
+            share.write_rows(local_shard(self._parameters[name]))
 
 
 def _share(
