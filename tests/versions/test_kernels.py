@@ -382,6 +382,14 @@ def test_pruned_rows_are_permuted_in_registers_and_no_warp_waits_for_another():
         assert "st.shared" not in ptx
 
 
+def test_sums_of_pruned_gradients_take_few_loads_and_stores_of_neighbouring_lanes():
+    ptx = compile_ptx("optim.sparse.kernels._add")
+    assert ptx.count("ld.global.b16") == 8
+    assert ptx.count("st.global.b16") == 4
+    assert ptx.count("prefetch.global.L2") == 1
+    assert "shared" not in ptx
+
+
 def test_updates_round_each_operation():
     """A fma of either of two products would give a weight another last bit by its place in a range."""
     for name in ("adamw_kernel._adamw", "state.kernels._adamw_mixed", "state.kernels._sgd_mixed"):
