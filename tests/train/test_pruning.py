@@ -13,6 +13,7 @@ from tests.train.runs import metrics_of
 from tests.train.test_stored_optimizer import GRIDS_OF_8, configure, differences, run_all, weights_of
 from torch import nn
 
+from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import EarlyBird, Masks, WeightMask
 from stretto.parallel import Grid, Pipeline, parallelize
@@ -271,6 +272,33 @@ def test_a_stage_without_trained_parameters_takes_part(ranks: Any) -> None:
     assert first[2] == last[2] > 0
     assert len(last[0]) == 4
     assert min(last[1]) >= 32
+
+
+def step_after(change: str) -> str:
+    """The error of a step after the weights of a pruned model were changed; and what is left after one, if none."""
+    grid = Grid(device="cpu")
+    model = parallelize(GPT(GPTConfig(**SHAPE)), grid)
+    make = adamw_update(betas=(0.9, 0.95), eps=1e-8)
+    stored = StoredOptimizer(model, grid, make, name="adamw", options=StateOptions("device"), masks=prune(model, 0.5))
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
+    if change == "loaded":
+        model.load_state_dict({name: torch.ones_like(each) for name, each in model.state_dict().items()})
+    elif (masks := prune(model, 0.75, weights=stored.weight)) is not None and change == "pruned in both":
+        stored.prune(masks)
+    tokens = torch.arange(64).view(8, 8)
+    model(tokens, tokens, 64).backward()
+    try:
+        stored.step(1e-3)
+    except ValueError as error:
+        return str(error)
+    return f"{float((weight != 0).float().mean()):g} is left"
+
+
+def test_weights_that_the_optimizer_does_not_know_of_are_refused(ranks: Any) -> None:
+    for change in ("loaded", "pruned"):
+        (message,) = ranks(1).run(step_after, change)
+        assert "embedding.weight was written" in message or "blocks.0.attention.qkv.weight was written" in message
+    assert ranks(1).run(step_after, "pruned in both") == ["0.25 is left"]
 
 
 def test_what_is_pruned_of_a_plain_model_is_zero() -> None:

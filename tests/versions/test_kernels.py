@@ -325,7 +325,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
     **{
-        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_add", "_compress", "_expand")
+        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
+        for name in ("_add", "_compress", "_expand")
     },
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),

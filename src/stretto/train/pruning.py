@@ -128,11 +128,9 @@ def _choose(
     threshold, ties = (0.0, 0)
     if scope == "global":
         bits = {name: magnitude_bits(shard_of(name)) for name in parameters}
-        replicas = {name: _replicas(model, parameter) for name, parameter in parameters.items()}
 
         def count(at_least: int) -> int:
-            mine = sum(float((own >= at_least).sum()) / replicas[name] for name, own in bits.items())
-            return round(_sum_over_ranks(model, mine))
+            return round(_count(model, {name: int((own >= at_least).sum()) for name, own in bits.items()}))
 
         threshold, ties = find_threshold(count, count_left(count(0), sparsity))
         bits.clear()
@@ -159,14 +157,8 @@ def _choose(
 
 
 def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool:
-    counts = early_bird.distances(masks)
-    replicas = {
-        name: _replicas(model, parameter) for name, parameter in model.named_parameters() if name in masks.masks
-    }
-    size = _sum_over_ranks(model, sum(mask.shape.numel() / replicas[name] for name, mask in masks.masks.items()))
-    differing = [
-        _sum_over_ranks(model, sum(count / replicas[name] for name, count in of_one.items())) for of_one in counts
-    ]
+    differing = [_count(model, of_one) for of_one in early_bird.distances(masks)]
+    size = _count(model, {name: mask.shape.numel() for name, mask in masks.masks.items()})
     return len(differing) >= early_bird.window - 1 and max(differing) <= early_bird.tolerance * size
 
 
@@ -212,10 +204,12 @@ def _shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     return shard_like(whole, parameter).to_local()
 
 
-def _replicas(model: nn.Module, parameter: nn.Parameter) -> int:
-    """How many ranks of its pipeline stage hold each number of a parameter's shard."""
-    state = state_of(model)
-    return 1 if state is None else layout_of(parameter).replicas(state.grid.layout_sizes)
+def _count(model: nn.Module, counts: Mapping[str, int]) -> float:
+    """The sum over all ranks of what is counted in their shards of parameters, by name; of replicas once."""
+    if (state := state_of(model)) is None:
+        return sum(counts.values())
+    sizes, own = state.grid.layout_sizes, dict(model.named_parameters())
+    return _sum_over_ranks(model, sum(count / layout_of(own[name]).replicas(sizes) for name, count in counts.items()))
 
 
 def _sum_over_ranks(model: nn.Module, number: float) -> float:

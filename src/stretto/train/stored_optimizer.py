@@ -226,8 +226,8 @@ class StoredOptimizer:
                 )
             if parameter._version != self._versions[name]:
                 raise ValueError(
-                    f"{name} was written (load_state_dict, copy_, prune) after its optimizer was made, whose fp32 weights are "
-                    "others: make the optimizer afterwards"
+                    f"{name} was written (load_state_dict, copy_, prune) after its optimizer was made, whose fp32 "
+                    "weights are others: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
         self._note_written()

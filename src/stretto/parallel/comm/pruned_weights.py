@@ -103,7 +103,9 @@ class PrunedWeight:
 
     def to_rows(self, values: Tensor) -> Tensor:
         """What is left of this rank's rows, of the ranks' shares `values` [count]. Collective."""
-        return all_to_all(values.new_empty(self.own.count), values.contiguous(), self._receives, self._sends, self.group)
+        return all_to_all(
+            values.new_empty(self.own.count), values.contiguous(), self._receives, self._sends, self.group
+        )
 
     def compress(self, dense: Tensor) -> Tensor:
         """This rank's share, [count], of what is left of tensors shaped as the ranks' shards. Collective."""
