@@ -174,8 +174,12 @@ def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
             raise ValueError(
                 f"a mask is of {name!r}, which is no trained parameter of the model (tied ones have their first name)"
             )
-        if mask.layout != torch.strided or mask.is_meta or not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"the mask of {name} must be a dense tensor of bools, or of zeros and ones")
+        is_whole = not isinstance(mask, DTensor) and mask.layout == torch.strided and not mask.is_meta
+        if not is_whole or not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(
+                f"the mask of {name} must be a dense tensor of bools, or of zeros and ones, of the whole parameter "
+                "(stretto.parallel.gather)"
+            )
         if tuple(mask.shape) != shapes[name]:
             raise ValueError(f"the mask of {name} is {list(mask.shape)}, but the parameter is {list(shapes[name])}")
     left, size = sum(int((mask != 0).sum()) for mask in given.values()), sum(mask.numel() for mask in given.values())
@@ -323,7 +327,9 @@ def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks, grid: Gri
     for name, mask in masks.masks.items():
         parameter = parameters.get(name)
         if parameter is None:
-            problem = problem or f"a mask is of {name!r}, which is no trained parameter of this rank"
+            problem = problem or (
+                f"a mask is of {name!r}, which is no trained parameter of this rank: prune after parallelize"
+            )
         elif mask.shape != local_shard(parameter).shape:
             shapes = list(mask.shape), list(local_shard(parameter).shape)
             problem = problem or (
