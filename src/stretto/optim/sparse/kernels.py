@@ -227,7 +227,7 @@ def _compress(dense, index, out, size, first, last, first_block, IS_PART: tl.con
             for number in tl.static_range(4):
                 rows += (_find_row(words, before, index, block, number),)  # type: ignore[assignment]
             for number in tl.static_range(4):
-                selectors, _, rank, low, high = rows[number]
+                selectors, _, rank, low, high = rows[number]  # type: ignore[var-annotated]
                 left_half, right_half = _split_columns(values[number])
                 at = out + (rank - first)
                 left_half = _permute(left_half, selectors.to(tl.int32))
@@ -262,12 +262,12 @@ def _expand(  # type: ignore[no-untyped-def]
             rows, loaded = (), ()
             for number in tl.static_range(4):
                 rows += (_find_row(words, before, index, block, number),)  # type: ignore[assignment]
-                _, _, rank, low, high = rows[number]
+                _, _, rank, low, high = rows[number]  # type: ignore[var-annotated]
                 at = left + (rank - first)
                 left_half = _load_half(at, rank, low, first, last, IS_PART)
                 loaded += ((left_half, _load_half(at + low, rank + low, high, first, last, IS_PART)),)  # type: ignore[assignment]
             for number in tl.static_range(4):
-                selectors, byte, rank, _, _ = rows[number]
+                selectors, byte, rank, _, _ = rows[number]  # type: ignore[var-annotated]
                 left_half = _permute(loaded[number][0], selectors.to(tl.int32))
                 right_half = _permute(loaded[number][1], (selectors >> 32).to(tl.int32))
                 mask = writes & (places + 256 * number < here)
