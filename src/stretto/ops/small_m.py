@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
@@ -31,11 +32,33 @@ from stretto.ops.gemm import (
     tile_width,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
+from stretto.tiles import kind_of
+from stretto.tiles.intrinsics import prefetch
 
+AHEAD_BYTES = 16 << 20
+"""Of a weight that is prefetched into the L2 cache (50 MB on Hopper)."""
+PIECE_BYTES = 512
 _PACKET_BYTES = 4
+_MOSTLY = 0.9  # of the multiprocessors
+_STREAMING_BYTES = 200 << 10  # of shared memory
 THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MAX_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many times as long
+
+
+class Ahead(NamedTuple):
+    """The parts of a later product's weight that a kernel's programs prefetch when they are done (`look_ahead`).
+
+    Compiled in: piece bytes are prefetched at a time, pieces of each of `rows` rows, which are row bytes apart; threads
+    of a program.
+    """
+
+    weight: Any
+    rows: Any
+    row: Any
+    piece: Any
+    pieces: Any
+    threads: Any
 
 
 class PacketExchange(NamedTuple):
@@ -51,6 +74,36 @@ class PacketExchange(NamedTuple):
     form: Any
     chunk: Any
     in_fours: Any
+    ahead: Any = None
+
+
+def look_ahead(weight: Tensor | None, blocks: Blocks) -> Ahead | None:
+    """What a kernel of such blocks prefetches of the weight [n, k] that a later product multiplies by.
+
+    The first bytes of all rows, as many as the cache holds beside a layer's other data.
+    """
+    if weight is None or not weight.is_contiguous() or weight.data_ptr() % 16:
+        return None
+    rows, row = weight.shape[0], weight.shape[1] * weight.element_size()
+    pieces = min(row, AHEAD_BYTES // max(rows, 1)) // PIECE_BYTES
+    if not pieces:
+        return None
+    return Ahead(weight, *map(fixed, (rows, row, PIECE_BYTES, pieces, THREADS_OF_A_WARP * blocks.num_warps)))
+
+
+def key_of(ahead: Ahead | None) -> tuple[object, ...] | None:
+    """What a kernel is compiled for of what it prefetches."""
+    return None if ahead is None else (kind_of(ahead.weight), *(each.value for each in ahead[1:]))
+
+
+@triton.jit
+def prefetch_ahead(ahead):  # type: ignore[no-untyped-def]
+    """Prefetch this program's part of what comes next, while kernels follow that do not use the memory's bandwidth."""
+    pieces = ahead.rows * ahead.pieces
+    for start in range(tl.program_id(0) * ahead.threads, pieces, tl.num_programs(0) * ahead.threads):
+        index = start + tl.arange(0, ahead.threads)
+        at = (index // ahead.pieces).to(tl.int64) * ahead.row + index % ahead.pieces * ahead.piece
+        prefetch(ahead.weight.to(tl.pointer_type(tl.int8), bitcast=True) + at, ahead.piece, index < pieces)
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
@@ -87,22 +140,41 @@ def split_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
+def choose_streaming(m: int, n: int, k: int, processors: int) -> Blocks | None:
+    """Tiles of a product of few rows of 16 bits, whose programs wait for nothing: each has a tile, and all of k.
+
+    None where tiles of 64 columns fill the GPU. With 32 columns twice as many multiprocessors load the weight.
+    """
+    if n >= _MOSTLY * 64 * processors:
+        return None
+    rows, count = max(16, triton.next_power_of_2(m)), divide_up(n, 32)
+    depth = min(256 if rows <= 32 else 128, k & -k)
+    room = _STREAMING_BYTES // min(2, divide_up(count, processors))
+    return Blocks(rows, 32, depth, 1, 4, max(2, min(6, room // ((rows + 32) * depth * 2))), count)
+
+
+@lru_cache(maxsize=4096)
 def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
     """The blocks with no more programs than may wait at once on the device, and `most`."""
     return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
 
 
-def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int) -> OperatorWorkspace:
+def launch(
+    operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int, ahead: Tensor | None = None
+) -> OperatorWorkspace:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
 
     Of "push" it is the first of two: out gives shape and dtype of the sums, and the next launch takes the packets from
-    the workspace, which this returns, and ends the call.
+    the workspace, which this returns, and ends the call. Its programs wait for nothing, so they may be as many as
+    the configuration says. ahead: a later product's weight, which it prefetches.
     """
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
     workspace = find_workspace(group, x.device, count_bytes(form, m, n, world, out.dtype), "packets")
     assert config.blocks is not None
-    blocks = _limit_blocks(config.blocks, x.device, workspace.arrivals.numel())
+    blocks = config.blocks
+    if form != "push":
+        blocks = _limit_blocks(blocks, x.device, workspace.arrivals.numel())
     unit_steps, programs = split_steps(m, n, k, blocks)
     partials: Any = None
     if unit_steps % divide_up(k, blocks.k):
@@ -116,12 +188,13 @@ def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     in_fours = n * out.element_size() % (4 * _PACKET_BYTES) == 0
     slot_words = workspace.words(1, torch.int32)
-    exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours))
+    coming = look_ahead(ahead, blocks)
+    exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours), coming)
     stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(
             gemm_exchange,
-            (operator, form, specialization_key(blocks, x, weight, gemm, bias, out)),
+            (operator, form, key_of(coming), specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
             (channel, gemm, stream_k, exchange, a, b, staging, bias, out),
             num_warps=blocks.num_warps,
@@ -137,7 +210,8 @@ def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct
 def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out):  # type: ignore[no-untyped-def]
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
-    Of "push" it sends what "one-shot" sends, and leaves the rest of the call to the next launch.
+    Of "push" it sends what "one-shot" sends, prefetches a part of the next product's weight, and leaves the rest of the
+    call to the next launch. A program then has the work unit of its number, as none waits.
 
     Order: programs claim work units and multiply them, tile after tile; the program that completes a tile sends it, as
     packets: to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum.
@@ -153,13 +227,16 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     pairs = tl.cdiv(gemm.n, each)
     size = exchange.rows * pairs
-    unit = tiles.claim(channel)
+    # Where none waits, nobody claims: the atomic would come before the first load.
+    unit = tl.program_id(0) if exchange.form == "push" else tiles.claim(channel)
     slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
     publishes = tiles.may_publish(channel)
     units = tl.num_programs(0)  # as many as programs: see `split_steps`
     while unit < units:
         _multiply_unit(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
-        unit = tiles.claim(channel)
+        unit = units if exchange.form == "push" else tiles.claim(channel)
+    if exchange.ahead is not None:
+        prefetch_ahead(exchange.ahead)
     if exchange.form != "push":
         _add_and_store(channel, gemm, exchange, slot, bias, out, size, unit, units, pairs, publishes)
         tiles.end_unsignalled_call(channel)

@@ -12,7 +12,7 @@ from stretto.ops.invariant import grouped
 from stretto.ops.invariant import kernels as invariant
 from stretto.ops.row_sums import kernel as row_sums
 from stretto.ops.row_sums import norm
-from stretto.ops.small_m import PacketExchange
+from stretto.ops.small_m import PacketExchange, look_ahead
 
 HALF = torch.zeros(256, dtype=torch.bfloat16)
 FLOATS = torch.zeros(256)
@@ -66,14 +66,14 @@ def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
     return row_sums.sum_and_normalize, arguments, {"num_warps": 8}
 
 
-def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None):
+def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None, ahead=None):
     given = {"takes_parts": form == "none", "shared": 227 << 10}
     blocks, parts, is_turned = tile or invariant.choose_tile(m, n, k // leaves, leaves, 2, 132, **given)
     x = torch.empty(m, k, dtype=torch.bfloat16)
     weight = torch.empty(k, n, dtype=torch.bfloat16).t() if transposed else torch.empty(n, k, dtype=torch.bfloat16)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves // parts), fixed(parts), fixed(is_turned))
-    exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True))
+    exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True), look_ahead(ahead, blocks))
     channel = None if form == "none" else make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     out = torch.empty(parts * m, n, dtype=torch.bfloat16) if form == "none" else None
     arguments = channel, gemm, tree, exchange, a, b, None if form == "none" else WORDS, None, out

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stretto.memory.gpus import count_processors
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
@@ -51,6 +52,7 @@ def matmul_all_reduce_norm(
     norm_bias: Tensor | None = None,
     offset: float = 0.0,
     invariant: bool = False,
+    prefetch: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(norm of the new residual, the new residual), which is residual + matmul_all_reduce(x, weight, bias): [..., n].
@@ -61,7 +63,9 @@ def matmul_all_reduce_norm(
     launches: a product that sends its tiles as packets, and a kernel that adds them up, with residual and norm.
 
     invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
-    2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for
+    2, 4 or 8 of the same k): see `matmul_all_reduce`. prefetch: a matrix that the next product on this stream
+    multiplies by, whose first bytes a product of few rows loads into the L2 cache as it ends, while sums travel. There
+    are no gradients. ValueError for other input, PeerError for
     a rank that does not call.
     """
     how, name = encode_implementation(implementation), find_name(group)
@@ -71,7 +75,7 @@ def matmul_all_reduce_norm(
         require_plain("matmul_all_reduce_norm", how, None, None)
     shape = *x.shape[:-1], weight.shape[0]
     require_same_shape("matmul_all_reduce_norm", shape, residual)
-    operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias
+    operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias, prefetch
     normed, added = _call(*operands, name, float(eps), norm, float(offset), invariant, how)
     return normed.view(shape), added.view(shape)
 
@@ -114,6 +118,7 @@ def _run(
     norm_weight: Tensor,
     bias: Tensor | None,
     norm_bias: Tensor | None,
+    prefetch: Tensor | None,
     group: str,
     eps: float,
     norm: str,
@@ -131,10 +136,10 @@ def _run(
 
     if implementation == "auto" and _adds_parts(x, weight, find_group(group).size()):
         require_operands("matmul_all_reduce_norm", x, weight, bias)
-        return add_norm(multiply_in_parts(x, weight, LEAVES), operands, described)
+        return add_norm(multiply_in_parts(x, weight, LEAVES, ahead=prefetch), operands, described)
 
     def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
-        return _compute(config, x, weight, operands, described, group)
+        return _compute(config, x, weight, operands, described, group, prefetch, implementation == "auto")
 
     config = find_config(
         "matmul_all_reduce", x, weight, bias, group, implementation, "norm", norm, run=compute,
@@ -152,16 +157,29 @@ def _adds_parts(x: Tensor, weight: Tensor, world: int) -> bool:
 
 
 def _compute(
-    config: KernelConfig, x: Tensor, weight: Tensor, operands: NormOperands, norm: Norm, group: str
+    config: KernelConfig,
+    x: Tensor,
+    weight: Tensor,
+    operands: NormOperands,
+    norm: Norm,
+    group: str,
+    prefetch: Tensor | None,
+    is_free: bool,
 ) -> tuple[Tensor, Tensor]:
-    """By a product whose packets the norm's kernel adds up, or by a `matmul_all_reduce` and a kernel for the rest."""
+    """By a product whose packets the norm's kernel adds up, or by a `matmul_all_reduce` and a kernel for the rest.
+
+    is_free: whether tiles of the former may be others than the configuration's.
+    """
     residual, world = operands.residual, find_group(group).size()
     goes_by_packets = config.implementation == "kernel" and config.exchange == "packets" and not config.schedule
     if not (goes_by_packets and config.shots == 1 and residual.shape[1] <= MAX_COLUMNS and 0 not in weight.shape):
         total = compute_all_reduce(config, x, weight, operands.bias, group, None)
         return add_norm(total, operands._replace(bias=None), norm)
+    if is_free and is_for_streaming(x, weight):
+        blocks = small_m.choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
+        config = config if blocks is None else config._replace(blocks=blocks)
     product = GroupProduct(x, weight, None, residual, group)
-    workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world)
+    workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world, prefetch)
     try:
         channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
         sums = SumOperands(*operands, torch.empty_like(residual))

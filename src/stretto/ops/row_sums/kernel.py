@@ -14,7 +14,15 @@ from stretto.memory.gpus import limit_waiting
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import OperatorWorkspace, find_group
-from stretto.ops.row_sums.norm import MAX_COLUMNS, Norm, NormRows, add_to_residual, describe_norm, normalize_tile
+from stretto.ops.row_sums.norm import (
+    MAX_COLUMNS,
+    Norm,
+    NormRows,
+    add_to_residual,
+    describe_norm,
+    load_factor,
+    normalize_tile,
+)
 from stretto.ops.small_m import THREADS_OF_A_WARP
 from stretto.tiles import kind_of
 
@@ -90,7 +98,12 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
                 )  # fmt: skip
             row = tiles.claim(channel)
     column = tl.arange(0, packets.block * each)[None, :]
+    there = column < columns
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        place = tl.cast(row, tl.int64) * columns + column
+        if tensors.residual is not None:  # before it waits: they may have to come from memory
+            value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
+            factor = load_factor(form, tensors.weight, column, columns)
         low, high, _ = tiles.sum_packets(
             channel, slot, size, row * pairs + index, index < pairs, row, packets.wire, by_tree=packets.by_tree
         )
@@ -98,17 +111,14 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
         if each == 2:
             sums = tl.interleave(low, high)
         sums = tl.expand_dims(sums, 0)
-        place = tl.cast(row, tl.int64) * columns + column
-        there = column < columns
         if tensors.residual is None:
             if tensors.bias is not None:
                 sums += tl.load(tensors.bias + column, mask=there, other=0.0).to(tl.float32)
             tl.store(tensors.added + place, sums.to(dtype), mask=there)
         else:
-            value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
             value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
             tl.store(tensors.added + place, value.to(dtype), mask=there)
-            result = normalize_tile(form, value, there, tensors.weight, tensors.norm_bias, column, columns)
+            result = normalize_tile(form, value, there, factor, tensors.norm_bias, column, columns)
             tl.store(tensors.normed + place, result.to(dtype), mask=there)
     tiles.end_unsignalled_call(channel)
 
