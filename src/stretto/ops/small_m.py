@@ -160,13 +160,20 @@ def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
 
 
 def launch(
-    operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int, ahead: Tensor | None = None
+    operator: str,
+    form: str,
+    config: KernelConfig,
+    product: GroupProduct,
+    world: int,
+    ahead: Tensor | None = None,
+    ending: tuple[Any, ...] | None = None,
 ) -> OperatorWorkspace:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
 
     Of "push" it is the first of two: out gives shape and dtype of the sums, and the next launch takes the packets from
     the workspace, which this returns, and ends the call. Its programs wait for nothing, so they may be as many as
-    the configuration says. ahead: a later product's weight, which it prefetches.
+    the configuration says. ahead: a later product's weight, which it prefetches. ending: the kernel in place of the
+    first one that does all of the call, what it is compiled for, and its last arguments.
     """
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
@@ -190,13 +197,14 @@ def launch(
     slot_words = workspace.words(1, torch.int32)
     coming = look_ahead(ahead, blocks)
     exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours), coming)
+    kernel, key, last = ending or (gemm_exchange, None, (bias, out))
     stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(
-            gemm_exchange,
-            (operator, form, key_of(coming), specialization_key(blocks, x, weight, gemm, bias, out)),
+            kernel,
+            (operator, form, key, key_of(coming), specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
-            (channel, gemm, stream_k, exchange, a, b, staging, bias, out),
+            (channel, gemm, stream_k, exchange, a, b, staging, *last),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -233,7 +241,7 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     publishes = tiles.may_publish(channel)
     units = tl.num_programs(0)  # as many as programs: see `split_steps`
     while unit < units:
-        _multiply_unit(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
+        multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
         unit = units if exchange.form == "push" else tiles.claim(channel)
     if exchange.ahead is not None:
         prefetch_ahead(exchange.ahead)
@@ -297,7 +305,7 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype
 
 
 @triton.jit
-def _multiply_unit(  # type: ignore[no-untyped-def]
+def multiply_steps(  # type: ignore[no-untyped-def]
     channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr
 ):
     """Multiply the unit-th work unit's steps of all tiles, and send the tiles that this completes."""

@@ -89,15 +89,18 @@ def end_call(channel, producer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def end_unsignalled_call(channel):  # type: ignore[no-untyped-def]
-    """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets."""
-    if _is_last_to_end(channel):
+def end_unsignalled_call(channel, programs=None):  # type: ignore[no-untyped-def]
+    """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets.
+
+    programs: how many call it; None: all.
+    """
+    if _is_last_to_end(channel, programs):
         _end(channel)
 
 
 @triton.jit
-def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
-    """Count this program as done and return whether all others were done before it.
+def _is_last_to_end(channel, programs=None):  # type: ignore[no-untyped-def]
+    """Count this program as done and return whether all others were done before it, of so many (None: of all).
 
     Order: each program has already used whatever it loaded of the call's state, in an address, a branch or a store, so
     the relaxed addition alone says that it is done.
@@ -106,7 +109,9 @@ def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
         channel.begun_in_kernel, "a call that began by begin ends by itself: end_call is for calls by enter"
     )
     tl.debug_barrier()
-    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
+    if programs is None:
+        programs = tl.num_programs(0)
+    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == programs - 1
 
 
 @triton.jit

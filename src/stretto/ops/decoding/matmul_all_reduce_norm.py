@@ -5,14 +5,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from stretto.memory.gpus import count_processors
+from stretto import tiles
+from stretto.memory.gpus import count_processors, limit_waiting
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
-from stretto.ops.gemm import GroupProduct
+from stretto.ops.gemm import Blocks, GroupProduct
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
@@ -26,7 +29,14 @@ from stretto.ops.operator import (
     require_agreement,
     require_operands,
 )
-from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
+from stretto.ops.row_sums.kernel import (
+    SumOperands,
+    add_in_parts,
+    count_rows_at_a_time,
+    describe_sums,
+    launch_sums,
+    sum_row,
+)
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
@@ -37,6 +47,10 @@ from stretto.ops.row_sums.norm import (
     require_norm_operands,
 )
 from stretto.ops.scaled import scaled_matmul_all_reduce
+from stretto.ops.small_m import multiply_steps, prefetch_ahead
+
+_WIDEST_BYTES = 16 << 10  # of a row that a program of four warps adds up in registers
+IN_ONE = True
 
 
 def matmul_all_reduce_norm(
@@ -179,6 +193,13 @@ def _compute(
         blocks = small_m.choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
         config = config if blocks is None else config._replace(blocks=blocks)
     product = GroupProduct(x, weight, None, residual, group)
+    assert config.blocks is not None
+    if IN_ONE and _takes_one_launch(config.blocks, x, weight):
+        sums = SumOperands(*operands, torch.empty_like(residual))
+        arguments, key = describe_sums(sums, x.dtype, 0, config.blocks.num_warps, norm=norm)
+        ending = multiply_sum_normalize, key, arguments
+        small_m.launch("matmul_all_reduce_norm", "push", config, product, world, prefetch, ending)
+        return arguments[-1].normed, sums.added
     workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world, prefetch)
     try:
         channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
@@ -187,6 +208,39 @@ def _compute(
     except BaseException:
         abandon(group, workspace.channel)
         raise
+
+
+def _takes_one_launch(blocks: Blocks, x: Tensor, weight: Tensor) -> bool:
+    """True if the programs of the product that end last can have a row of the sum each."""
+    (m, k), n = x.shape, weight.shape[0]
+    most = min(limit_waiting(m, x.device), small_m.split_steps(m, n, k, blocks)[1])
+    return m <= most and n * x.element_size() <= _WIDEST_BYTES
+
+
+@triton.jit
+def multiply_sum_normalize(channel, gemm, stream_k, exchange, a, b, staging, packets, form, tensors):  # type: ignore[no-untyped-def]
+    """added = residual + (the sum over all ranks of a @ b.T, + bias); normed = its norm: gemm_exchange and the rest.
+
+    Order: each program multiplies its work unit and sends the tiles that this completes, to all ranks. Those that do so
+    last, as many as there are rows, add up a row each; the others prefetch the next product's weight, and end.
+    Signals: none but the packets.
+    Waits: for packets, by the last programs alone. All others have sent theirs, or are these; no more programs wait
+    than `limit_waiting` allows, so that those which are not yet placed find one.
+    Failure: packets are sent only while no wait of this process has failed.
+    Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
+    """
+    dtype: tl.constexpr = tensors.added.dtype.element_ty
+    pairs = tl.cdiv(gemm.n, 32 // dtype.primitive_bitwidth)
+    slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
+    publishes = tiles.may_publish(channel)
+    multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, tl.program_id(0), pairs, publishes, dtype)
+    row = tiles.arrive_produced(channel) - (tl.num_programs(0) - gemm.m)
+    if row < 0:
+        if exchange.ahead is not None:
+            prefetch_ahead(exchange.ahead)
+    else:
+        sum_row(channel, packets, form, slot, tensors, row, gemm.m, gemm.n)
+        tiles.end_unsignalled_call(channel, gemm.m)
 
 
 def multiply_sum_norm(
