@@ -89,13 +89,19 @@ def end_call(channel, producer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def end_unsignalled_call(channel, programs=None):  # type: ignore[no-untyped-def]
+def end_unsignalled_call(channel, programs=None, limit=None):  # type: ignore[no-untyped-def]
     """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets.
 
-    programs: how many call it; None: all.
+    programs: how many call it; None: all. limit: what `load_groups_limit` gave earlier, so that nothing waits for it.
     """
-    if _is_last_to_end(channel, programs):
-        _end(channel)
+    if programs is None:
+        programs = tl.num_programs(0)
+    tl.debug_barrier()
+    is_last = programs == 1
+    if programs > 1:
+        is_last = _is_last_to_end(channel, programs)
+    if is_last:
+        _end(channel, limit)
 
 
 @triton.jit
@@ -115,9 +121,9 @@ def _is_last_to_end(channel, programs=None):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _end(channel):  # type: ignore[no-untyped-def]
+def _end(channel, limit=None):  # type: ignore[no-untyped-def]
     """Reset the counts of programs and the limit of waits, and store the call's number as the last one."""
     for word in tl.static_range(ENDED, PRODUCED + 1):
         tl.store(channel.state + word, 0)
     tl.store(channel.state + EPOCH, call_number(channel))
-    restore_limit(channel)
+    restore_limit(channel, limit)

@@ -239,8 +239,9 @@ def multiply_sum_normalize(channel, gemm, stream_k, exchange, a, b, staging, pac
         if exchange.ahead is not None:
             prefetch_ahead(exchange.ahead)
     else:
+        limit = tiles.load_groups_limit(channel)
         sum_row(channel, packets, form, slot, tensors, row, gemm.m, gemm.n)
-        tiles.end_unsignalled_call(channel, gemm.m)
+        tiles.end_unsignalled_call(channel, gemm.m, limit)
 
 
 def multiply_sum_norm(

@@ -128,9 +128,10 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
                     publishes=publishes
                 )  # fmt: skip
             row = tiles.claim(channel)
+    limit = tiles.load_groups_limit(channel)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         sum_row(channel, packets, form, slot, tensors, row, rows, columns)
-    tiles.end_unsignalled_call(channel)
+    tiles.end_unsignalled_call(channel, limit=limit)
 
 
 def launch_sums(
