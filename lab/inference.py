@@ -203,7 +203,6 @@ class SumsByLibrary(AbstractContextManager[None]):
         norm_bias: Tensor | None,
         offset: float,
         invariant: bool,
-        prefetch: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Compute `ops.matmul_all_reduce_norm` by another library's sum."""
         assert not invariant

@@ -12,7 +12,6 @@ attention and the MLP of a block return what a rowwise linear returned, and whic
 model's code computes in some other way stays as it is.
 """
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,14 +28,11 @@ from stretto.ops import matmul_all_reduce_norm
 from stretto.ops.confirmation import measure_choices
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_streaming
 from stretto.ops.moe import gated_activation
-from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layout import local
-
-_FEW_REQUESTS = 8  # whose keys and values leave the L2 cache what was prefetched
 
 
 class BlockFuser:
@@ -82,8 +78,6 @@ class BlockFuser:
             if self._fuses_gates and both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
                 _fuse_gate(mlp, both)
         fused = [fused for block in self._blocks if (fused := self._fuse_block(block, joined)) is not None]
-        for one, following in itertools.pairwise(fused):
-            one.prepare(following)
         self.can_divide = len(fused) == len(self._blocks) > 0 and all(each.can_divide for each in fused)
         if self.can_divide:
             fused[0].is_first = fused[-1].is_last = True
@@ -109,12 +103,7 @@ class BlockFuser:
         fused = _FusedBlock(block, attention, mlp, self.tokens)
         if mlp is not None and inner is not None:
             fused.joined = self._find_reader(block.self_attn, block.input_layernorm, end, joined)
-            gates = self._find_reader(block.mlp, norm, inner, joined)
-            fused.can_divide = None not in (fused.joined, gates)
-            if gates is not None:
-                gates.following, attention.following = inner, gates
-            if fused.joined is not None:
-                fused.joined.following, fused.joined.most_rows = end, _FEW_REQUESTS
+            fused.can_divide = None not in (fused.joined, self._find_reader(block.mlp, norm, inner, joined))
         return fused
 
     def _find_reader(
@@ -183,11 +172,6 @@ class _FusedBlock:
             normed = tokens.end(normed)
         return mlp.keep_for_next(normed, residual)
 
-    def prepare(self, following: "_FusedBlock") -> None:
-        """Have the product that ends this block prefetch a weight of the next one."""
-        if self._mlp is not None:
-            self._mlp.following = following.joined
-
     def multiply(self, like: Tensor, tokens: int, *, divides: bool) -> None:
         """The products of the block, without attention, on so many tokens of zeros."""
         assert self.joined is not None
@@ -207,25 +191,20 @@ class _FusedBlock:
 
 
 class JoinedWeights:
-    """Linears of one input, as one product. Called for the first of them, it keeps the others' parts.
-
-    following: the linear of the next product, whose weight a product of up to `most_rows` prefetches.
-    """
+    """Linears of one input, as one product. Called for the first of them, it keeps the others' parts."""
 
     def __init__(self, linears: Sequence[ParallelLinear], tokens: TokenDivision) -> None:
         self.linears, self._tokens = list(linears), tokens
         self._is_invariant = linears[0].plan.is_invariant
         parts = [local(linear.weight) for linear in self.linears]
         self._sizes = [len(part) for part in parts]
-        self.weight = torch.cat([part.detach() for part in parts])
+        self._weight = torch.cat([part.detach() for part in parts])
         self._bias = None if linears[0].bias is None else torch.cat([_bias_of(each).detach() for each in linears])
-        for parameters, whole in (([each.weight for each in linears], self.weight), (self._biases(), self._bias)):
+        for parameters, whole in (([each.weight for each in linears], self._weight), (self._biases(), self._bias)):
             for parameter, view in zip(parameters, () if whole is None else whole.split(self._sizes), strict=True):
                 _become_view(parameter, view)
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
-        self.following: ParallelLinear | None = None
-        self.most_rows = FEW_ROWS
         for number, linear in enumerate(linears):
             linear.forward = self._forward_of(number)  # type: ignore[method-assign]
 
@@ -235,13 +214,11 @@ class JoinedWeights:
     def multiply(self, x: Tensor) -> Tensor:
         """All of them, one after another in the last dim."""
         if (part := self._tokens.find_part(x)) is not None:
-            return self._tokens.gather_multiply(part, self.weight, self._bias)
+            return self._tokens.gather_multiply(part, self._weight, self._bias)
         rows = x.flatten(0, -2)
-        if self._is_invariant or not is_for_streaming(rows, self.weight):
-            return F.linear(x, self.weight, self._bias)  # of invariant linears: see `InvariantOperators`
-        ahead = None if self.following is None or len(rows) > self.most_rows else local(self.following.weight)
-        product = multiply_streaming(rows, self.weight, self._bias, ahead)
-        return product.view(*x.shape[:-1], -1)
+        if self._is_invariant or not is_for_streaming(rows, self._weight):
+            return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
+        return multiply_streaming(rows, self._weight, self._bias).view(*x.shape[:-1], -1)
 
     def _forward_of(self, number: int) -> Any:
         def forward(x: Tensor) -> Tensor:
@@ -256,17 +233,13 @@ class JoinedWeights:
 
 
 class _EndOfBlock:
-    """The rowwise linear that ends attention or an MLP, with the residual and the norm after it.
-
-    following: the next product, whose weight this one prefetches.
-    """
+    """The rowwise linear that ends attention or an MLP, with the residual and the norm after it."""
 
     def __init__(
         self, linear: ParallelLinear, norm: ParallelNorm, group: dist.ProcessGroup, tokens: TokenDivision
     ) -> None:
         self._linear, self._norm, self._group, self._tokens = linear, norm, group, tokens
         self._is_left_out = False
-        self.following: JoinedWeights | None = None
         self._normed: tuple[Tensor, Tensor] | None = None
         own, own_norm = linear.forward, norm.forward
         linear.forward = lambda x: x if self._is_left_out else own(x)  # type: ignore[method-assign]
@@ -322,7 +295,6 @@ class _EndOfBlock:
             norm_bias=norm_bias,
             offset=norm.weight_offset,
             invariant=norm.is_invariant,
-            prefetch=None if self.following is None else self.following.weight,
         )
 
     def keep_for_next(self, normed: Tensor, added: Tensor) -> Tensor:

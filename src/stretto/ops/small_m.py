@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
@@ -32,33 +31,13 @@ from stretto.ops.gemm import (
     tile_width,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
-from stretto.tiles import kind_of
-from stretto.tiles.intrinsics import prefetch
 
-AHEAD_BYTES = 16 << 20
-"""Of a weight that is prefetched into the L2 cache (50 MB on Hopper)."""
-PIECE_BYTES = 512
 _PACKET_BYTES = 4
 _MOSTLY = 0.9  # of the multiprocessors
 _STREAMING_BYTES = 200 << 10  # of shared memory
 THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MAX_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many times as long
-
-
-class Ahead(NamedTuple):
-    """The parts of a later product's weight that a kernel's programs prefetch when they are done (`look_ahead`).
-
-    Compiled in: piece bytes are prefetched at a time, pieces of each of `rows` rows, which are row bytes apart; threads
-    of a program.
-    """
-
-    weight: Any
-    rows: Any
-    row: Any
-    piece: Any
-    pieces: Any
-    threads: Any
 
 
 class PacketExchange(NamedTuple):
@@ -74,36 +53,6 @@ class PacketExchange(NamedTuple):
     form: Any
     chunk: Any
     in_fours: Any
-    ahead: Any = None
-
-
-def look_ahead(weight: Tensor | None, blocks: Blocks) -> Ahead | None:
-    """What a kernel of such blocks prefetches of the weight [n, k] that a later product multiplies by.
-
-    The first bytes of all rows, as many as the cache holds beside a layer's other data.
-    """
-    if weight is None or not weight.is_contiguous() or weight.data_ptr() % 16:
-        return None
-    rows, row = weight.shape[0], weight.shape[1] * weight.element_size()
-    pieces = min(row, AHEAD_BYTES // max(rows, 1)) // PIECE_BYTES
-    if not pieces:
-        return None
-    return Ahead(weight, *map(fixed, (rows, row, PIECE_BYTES, pieces, THREADS_OF_A_WARP * blocks.num_warps)))
-
-
-def key_of(ahead: Ahead | None) -> tuple[object, ...] | None:
-    """What a kernel is compiled for of what it prefetches."""
-    return None if ahead is None else (kind_of(ahead.weight), *(each.value for each in ahead[1:]))
-
-
-@triton.jit
-def prefetch_ahead(ahead):  # type: ignore[no-untyped-def]
-    """Prefetch this program's part of what comes next, while kernels follow that do not use the memory's bandwidth."""
-    pieces = ahead.rows * ahead.pieces
-    for start in range(tl.program_id(0) * ahead.threads, pieces, tl.num_programs(0) * ahead.threads):
-        index = start + tl.arange(0, ahead.threads)
-        at = (index // ahead.pieces).to(tl.int64) * ahead.row + index % ahead.pieces * ahead.piece
-        prefetch(ahead.weight.to(tl.pointer_type(tl.int8), bitcast=True) + at, ahead.piece, index < pieces)
 
 
 def count_packets(m: int, n: int, dtype: torch.dtype) -> int:
@@ -165,15 +114,14 @@ def launch(
     config: KernelConfig,
     product: GroupProduct,
     world: int,
-    ahead: Tensor | None = None,
     ending: tuple[Any, ...] | None = None,
 ) -> OperatorWorkspace:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
 
     Of "push" it is the first of two: out gives shape and dtype of the sums, and the next launch takes the packets from
     the workspace, which this returns, and ends the call. Its programs wait for nothing, so they may be as many as
-    the configuration says. ahead: a later product's weight, which it prefetches. ending: the kernel in place of the
-    first one that does all of the call, what it is compiled for, and its last arguments.
+    the configuration says. ending: the kernel in place of the first one that does all of the call, what it is compiled
+    for, and its last arguments.
     """
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
@@ -195,14 +143,13 @@ def launch(
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
     in_fours = n * out.element_size() % (4 * _PACKET_BYTES) == 0
     slot_words = workspace.words(1, torch.int32)
-    coming = look_ahead(ahead, blocks)
-    exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours), coming)
+    exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours))
     kernel, key, last = ending or (gemm_exchange, None, (bias, out))
     stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(
             kernel,
-            (operator, form, key, key_of(coming), specialization_key(blocks, x, weight, gemm, bias, out)),
+            (operator, form, key, specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
             (channel, gemm, stream_k, exchange, a, b, staging, *last),
             num_warps=blocks.num_warps,
@@ -218,8 +165,8 @@ def launch(
 def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out):  # type: ignore[no-untyped-def]
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
-    Of "push" it sends what "one-shot" sends, prefetches a part of the next product's weight, and leaves the rest of the
-    call to the next launch. A program then has the work unit of its number, as none waits.
+    Of "push" it sends what "one-shot" sends, and leaves the rest of the call to the next launch. A program then has the
+    work unit of its number, as none waits.
 
     Order: programs claim work units and multiply them, tile after tile; the program that completes a tile sends it, as
     packets: to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum.
@@ -243,8 +190,6 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     while unit < units:
         multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
         unit = units if exchange.form == "push" else tiles.claim(channel)
-    if exchange.ahead is not None:
-        prefetch_ahead(exchange.ahead)
     if exchange.form != "push":
         _add_and_store(channel, gemm, exchange, slot, bias, out, size, unit, units, pairs, publishes)
         tiles.end_unsignalled_call(channel)
@@ -306,7 +251,7 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype
 
 @triton.jit
 def multiply_steps(  # type: ignore[no-untyped-def]
-    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr
+    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr, slots=None
 ):
     """Multiply the unit-th work unit's steps of all tiles, and send the tiles that this completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
@@ -320,20 +265,33 @@ def multiply_steps(  # type: ignore[no-untyped-def]
         if gemm.parts == 1:
             total, is_complete, begin = multiply_unit(gemm, stream_k, a, b, row, column, 0, begin, end)
             if is_complete:
-                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype, slots)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype, slots)
+
+
+@triton.jit
+def find_slots(channel, exchange, slot, pairs):  # type: ignore[no-untyped-def]
+    """Where this rank's packets go at all ranks, the next one first: loaded before the product, which they end."""
+    own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
+    slots = ()
+    for distance in tl.static_range(1, channel.world + 1):
+        slots = slots + (tiles.peer_pointer(channel, own, (channel.rank + distance) % channel.world),)  # noqa: RUF005
+    return slots
 
 
 @triton.jit
 def send_tile(  # type: ignore[no-untyped-def]
-    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr
+    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr, slots=None
 ):
-    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns]."""
+    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns].
+
+    slots: of "push", what `find_slots` has found, if it did.
+    """
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     total = scale_tile(gemm, gemm.row_scales, total, row, column, gemm.m)
     if each == 2:
@@ -347,7 +305,10 @@ def send_tile(  # type: ignore[no-untyped-def]
     mask = (at < gemm.m) & (pair < pairs) & publishes
     own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
     fours: tl.constexpr = exchange.in_fours
-    if exchange.form == "one-shot" or exchange.form == "push":
+    if slots is not None:
+        for number in tl.static_range(channel.world):
+            tiles.store_packets(slots[number] + (at * pairs + pair), data, mask, fours)
+    elif exchange.form == "one-shot" or exchange.form == "push":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
             tiles.push_packets(channel, own, at * pairs + pair, data, mask, rank=peer, in_fours=fours, publishes=True)

@@ -91,32 +91,6 @@ def _require_tma(_semantic: Any = None) -> None:
         raise ValueError(f"TMA needs an NVIDIA GPU of sm_90 or newer, not {arch}: leave after_tma and before_tma False")
 
 
-@tl.core.builtin
-def _prefetches_in_bulk(_semantic: Any = None) -> tl.constexpr:
-    options = _semantic.builder.options
-    is_new = options.backend_name == "cuda" and int(str(options.arch).removeprefix("sm").rstrip("af")) >= 90
-    return tl.constexpr(is_new)
-
-
-@triton.jit
-def prefetch(pointers, size, mask):  # type: ignore[no-untyped-def]
-    """Have the GPU's L2 cache load `size` bytes from each of these addresses; both are multiples of 16. From Hopper on.
-
-    It is no read: it orders nothing, the program does not wait for it, and what is stored later is seen.
-    """
-    if not INTERPRETED:  # noqa: SIM102 - known when it is compiled
-        if _prefetches_in_bulk():
-            tl.inline_asm_elementwise(
-                "{ .reg .pred %p;\nsetp.ne.b32 %p, $3, 0;\n@%p cp.async.bulk.prefetch.L2.global [$1], $2;\n"
-                "mov.b32 $0, 0; }",
-                "=r,l,r,r",
-                [pointers.to(tl.int64), size, mask.to(tl.int32)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-
-
 @triton.jit
 def now():  # type: ignore[no-untyped-def]
     """Return nanoseconds of a clock, int64. On GPUs it differs from thread to thread: never branch on it."""

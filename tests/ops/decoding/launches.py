@@ -13,7 +13,7 @@ from stretto.ops.invariant import grouped
 from stretto.ops.invariant import kernels as invariant
 from stretto.ops.row_sums import kernel as row_sums
 from stretto.ops.row_sums import norm
-from stretto.ops.small_m import PacketExchange, choose_streaming, look_ahead
+from stretto.ops.small_m import PacketExchange, choose_streaming
 
 HALF = torch.zeros(256, dtype=torch.bfloat16)
 FLOATS = torch.zeros(256)
@@ -67,14 +67,14 @@ def launch_sums(*, wire=tl.bfloat16, by_tree=False, sends=True):
     return row_sums.sum_and_normalize, arguments, {"num_warps": 8}
 
 
-def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None, ahead=None):
+def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None):
     given = {"takes_parts": form == "none", "shared": 227 << 10}
     blocks, parts, is_turned = tile or invariant.choose_tile(m, n, k // leaves, leaves, 2, 132, **given)
     x = torch.empty(m, k, dtype=torch.bfloat16)
     weight = torch.empty(k, n, dtype=torch.bfloat16).t() if transposed else torch.empty(n, k, dtype=torch.bfloat16)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks)
     tree = invariant.Leaves(k // leaves // blocks.k, fixed(leaves // parts), fixed(parts), fixed(is_turned))
-    exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True), look_ahead(ahead, blocks))
+    exchange = PacketExchange(m, 1 << 20, fixed(form), fixed(0), fixed(True))
     channel = None if form == "none" else make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
     out = torch.empty(parts * m, n, dtype=torch.bfloat16) if form == "none" else None
     arguments = channel, gemm, tree, exchange, a, b, None if form == "none" else WORDS, None, out
@@ -87,7 +87,7 @@ def launch_product_and_norm(m=1, n=4096, k=7168):
     weight = torch.empty(n, k, dtype=torch.bfloat16)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, in_parts=True)
     steps = k // blocks.k
-    exchange = PacketExchange(m, 1 << 20, fixed("push"), fixed(256), fixed(True), look_ahead(weight, blocks))
+    exchange = PacketExchange(m, 1 << 20, fixed("push"), fixed(256), fixed(True))
     operands = row_sums.SumOperands(None, HALF.new_empty(m, n), FLOATS, None, HALF.new_empty(m, n))
     ending, _ = row_sums.describe_sums(operands, torch.bfloat16, 0, blocks.num_warps, norm=RMS)
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))

@@ -47,7 +47,7 @@ from stretto.ops.row_sums.norm import (
     require_norm_operands,
 )
 from stretto.ops.scaled import scaled_matmul_all_reduce
-from stretto.ops.small_m import multiply_steps, prefetch_ahead
+from stretto.ops.small_m import find_slots, multiply_steps
 
 _WIDEST_BYTES = 16 << 10  # of a row that a program of four warps adds up in registers
 IN_ONE = True
@@ -66,7 +66,6 @@ def matmul_all_reduce_norm(
     norm_bias: Tensor | None = None,
     offset: float = 0.0,
     invariant: bool = False,
-    prefetch: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> tuple[Tensor, Tensor]:
     """(norm of the new residual, the new residual), which is residual + matmul_all_reduce(x, weight, bias): [..., n].
@@ -77,9 +76,7 @@ def matmul_all_reduce_norm(
     launches: a product that sends its tiles as packets, and a kernel that adds them up, with residual and norm.
 
     invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
-    2, 4 or 8 of the same k): see `matmul_all_reduce`. prefetch: a matrix that the next product on this stream
-    multiplies by, whose first bytes a product of few rows loads into the L2 cache as it ends, while sums travel. There
-    are no gradients. ValueError for other input, PeerError for
+    2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for
     a rank that does not call.
     """
     how, name = encode_implementation(implementation), find_name(group)
@@ -89,7 +86,7 @@ def matmul_all_reduce_norm(
         require_plain("matmul_all_reduce_norm", how, None, None)
     shape = *x.shape[:-1], weight.shape[0]
     require_same_shape("matmul_all_reduce_norm", shape, residual)
-    operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias, prefetch
+    operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias
     normed, added = _call(*operands, name, float(eps), norm, float(offset), invariant, how)
     return normed.view(shape), added.view(shape)
 
@@ -132,7 +129,6 @@ def _run(
     norm_weight: Tensor,
     bias: Tensor | None,
     norm_bias: Tensor | None,
-    prefetch: Tensor | None,
     group: str,
     eps: float,
     norm: str,
@@ -150,10 +146,10 @@ def _run(
 
     if implementation == "auto" and _adds_parts(x, weight, find_group(group).size()):
         require_operands("matmul_all_reduce_norm", x, weight, bias)
-        return add_norm(multiply_in_parts(x, weight, LEAVES, ahead=prefetch), operands, described)
+        return add_norm(multiply_in_parts(x, weight, LEAVES), operands, described)
 
     def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
-        return _compute(config, x, weight, operands, described, group, prefetch, implementation == "auto")
+        return _compute(config, x, weight, operands, described, group, implementation == "auto")
 
     config = find_config(
         "matmul_all_reduce", x, weight, bias, group, implementation, "norm", norm, run=compute,
@@ -177,7 +173,6 @@ def _compute(
     operands: NormOperands,
     norm: Norm,
     group: str,
-    prefetch: Tensor | None,
     is_free: bool,
 ) -> tuple[Tensor, Tensor]:
     """By a product whose packets the norm's kernel adds up, or by a `matmul_all_reduce` and a kernel for the rest.
@@ -198,9 +193,9 @@ def _compute(
         sums = SumOperands(*operands, torch.empty_like(residual))
         arguments, key = describe_sums(sums, x.dtype, 0, config.blocks.num_warps, norm=norm)
         ending = multiply_sum_normalize, key, arguments
-        small_m.launch("matmul_all_reduce_norm", "push", config, product, world, prefetch, ending)
+        small_m.launch("matmul_all_reduce_norm", "push", config, product, world, ending)
         return arguments[-1].normed, sums.added
-    workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world, prefetch)
+    workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world)
     try:
         channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
         sums = SumOperands(*operands, torch.empty_like(residual))
@@ -222,7 +217,7 @@ def multiply_sum_normalize(channel, gemm, stream_k, exchange, a, b, staging, pac
     """added = residual + (the sum over all ranks of a @ b.T, + bias); normed = its norm: gemm_exchange and the rest.
 
     Order: each program multiplies its work unit and sends the tiles that this completes, to all ranks. Those that do so
-    last, as many as there are rows, add up a row each; the others prefetch the next product's weight, and end.
+    last, as many as there are rows, add up a row each; the others end.
     Signals: none but the packets.
     Waits: for packets, by the last programs alone. All others have sent theirs, or are these; no more programs wait
     than `limit_waiting` allows, so that those which are not yet placed find one.
@@ -233,12 +228,11 @@ def multiply_sum_normalize(channel, gemm, stream_k, exchange, a, b, staging, pac
     pairs = tl.cdiv(gemm.n, 32 // dtype.primitive_bitwidth)
     slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
     publishes = tiles.may_publish(channel)
-    multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, tl.program_id(0), pairs, publishes, dtype)
+    slots = find_slots(channel, exchange, slot, pairs)
+    unit = tl.program_id(0)
+    multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype, slots)
     row = tiles.arrive_produced(channel) - (tl.num_programs(0) - gemm.m)
-    if row < 0:
-        if exchange.ahead is not None:
-            prefetch_ahead(exchange.ahead)
-    else:
+    if row >= 0:
         limit = tiles.load_groups_limit(channel)
         sum_row(channel, packets, form, slot, tensors, row, gemm.m, gemm.n)
         tiles.end_unsignalled_call(channel, gemm.m, limit)

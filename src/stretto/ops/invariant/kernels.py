@@ -34,15 +34,7 @@ from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_wo
 from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
-from stretto.ops.small_m import (
-    PacketExchange,
-    choose_streaming,
-    count_bytes,
-    key_of,
-    look_ahead,
-    prefetch_ahead,
-    send_tile,
-)
+from stretto.ops.small_m import PacketExchange, choose_streaming, count_bytes, send_tile
 from stretto.tiles.launches import Launches, count_shared_bytes
 
 _MIN_DEPTH = 16  # of a step over k
@@ -157,52 +149,31 @@ def is_for_streaming(x: Tensor, weight: Tensor, leaves: int = 1) -> bool:
 
 
 def multiply_leaves(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    leaves: int,
-    dtype: torch.dtype,
-    tile: Tile | None = None,
-    ahead: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
-    """[m, n] of dtype: this rank's product, + bias. ahead: a later product's weight, which it prefetches."""
+    """[m, n] of dtype: this rank's product, + bias."""
     x, weight = pad_leaves(x, weight, leaves)
-    return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False), ahead)
+    return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False))
 
 
-def multiply_streaming(x: Tensor, weight: Tensor, bias: Tensor | None, ahead: Tensor | None) -> Tensor:
-    """[m, n] of x's dtype: the product of what `is_for_streaming` takes, whose bits depend on the number of rows.
-
-    ahead: a later product's weight, which it prefetches.
-    """
+def multiply_streaming(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[m, n] of x's dtype: the product of what `is_for_streaming` takes, whose bits depend on the number of rows."""
     blocks = choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
-    tile = _find_tile(x, weight, 1, takes_parts=False) if blocks is None else Tile(blocks)
-    return _multiply(x, weight, bias, 1, x.dtype, tile, ahead)
+    return multiply_leaves(x, weight, bias, 1, x.dtype, None if blocks is None else Tile(blocks))
 
 
-def multiply_in_parts(
-    x: Tensor, weight: Tensor, leaves: int, tile: Tile | None = None, ahead: Tensor | None = None
-) -> Tensor:
+def multiply_in_parts(x: Tensor, weight: Tensor, leaves: int, tile: Tile | None = None) -> Tensor:
     """fp32 [parts, m, n]: sums of so many parts of the leaves, which the tree adds up: 1, 2, 4 or 8, by the sizes."""
     x, weight = pad_leaves(x, weight, leaves)
     tile = tile or _find_tile(x, weight, leaves, takes_parts=True)
-    return _multiply(x, weight, None, leaves, torch.float32, tile, ahead).view(tile.parts, x.shape[0], -1)
+    return _multiply(x, weight, None, leaves, torch.float32, tile).view(tile.parts, x.shape[0], -1)
 
 
-def _multiply(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    leaves: int,
-    dtype: torch.dtype,
-    tile: Tile,
-    ahead: Tensor | None,
-) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, tile: Tile) -> Tensor:
     out = x.new_empty(tile.parts * x.shape[0], weight.shape[0], dtype=dtype)
     if out.numel():
         launch = _launches.setdefault(x.device, Launches())
-        coming = look_ahead(ahead, tile.blocks)
-        exchange = PacketExchange(0, 0, fixed("none"), fixed(0), fixed(False), coming)
+        exchange = PacketExchange(0, 0, fixed("none"), fixed(0), fixed(False))
         _launch(launch, None, exchange, x, weight, leaves, None, bias, out, tile)
     return out
 
@@ -274,7 +245,7 @@ def _launch(
     tree = Leaves(k // leaves // blocks.k, fixed(leaves // tile.parts), fixed(tile.parts), fixed(tile.is_turned))
     launch(
         sum_leaves,
-        (exchange.form.value, leaves, key_of(exchange.ahead), specialization_key(tile, x, weight, gemm, bias, out)),
+        (exchange.form.value, leaves, specialization_key(tile, x, weight, gemm, bias, out)),
         divide_up(m, blocks.m) * divide_up(n, blocks.n) * tile.parts,
         (channel, gemm, tree, exchange, a, b, staging, bias, out),
         num_warps=blocks.num_warps,
@@ -312,8 +283,6 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
         slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
         publishes = tiles.may_publish(channel)
         send_tile(channel, gemm, exchange, slot, total, row, column, gemm.n, publishes, tl.float32)
-    if exchange.ahead is not None:
-        prefetch_ahead(exchange.ahead)
 
 
 @triton.jit
