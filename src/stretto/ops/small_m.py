@@ -33,7 +33,6 @@ from stretto.ops.gemm import (
 from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
 
 _PACKET_BYTES = 4
-_MOSTLY = 0.9  # of the multiprocessors
 _STREAMING_BYTES = 200 << 10  # of shared memory
 THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MAX_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
@@ -92,9 +91,9 @@ def split_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
 def choose_streaming(m: int, n: int, k: int, processors: int) -> Blocks | None:
     """Tiles of a product of few rows of 16 bits, whose programs wait for nothing: each has a tile, and all of k.
 
-    None where tiles of 64 columns fill the GPU. With 32 columns twice as many multiprocessors load the weight.
+    None where tiles of 64 columns fill most of the GPU. With 32 columns twice as many multiprocessors load the weight.
     """
-    if n >= _MOSTLY * 64 * processors:
+    if divide_up(n, 64) >= MOSTLY_BUSY * processors:
         return None
     rows, count = max(16, triton.next_power_of_2(m)), divide_up(n, 32)
     depth = min(256 if rows <= 32 else 128, k & -k)
@@ -103,9 +102,10 @@ def choose_streaming(m: int, n: int, k: int, processors: int) -> Blocks | None:
 
 
 @lru_cache(maxsize=4096)
-def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
-    """The blocks with no more programs than may wait at once on the device, and `most`."""
-    return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
+def _limit_blocks(blocks: Blocks, device: torch.device, most: int, *, waits: bool) -> Blocks:
+    """The blocks with at most `most` programs, and if they wait no more than may do so at once on the device."""
+    programs = limit_waiting(blocks.programs, device) if waits else blocks.programs
+    return blocks._replace(programs=min(programs, most))
 
 
 def launch(
@@ -127,9 +127,7 @@ def launch(
     (m, k), n = x.shape, weight.shape[0]
     workspace = find_workspace(group, x.device, count_bytes(form, m, n, world, out.dtype), "packets")
     assert config.blocks is not None
-    blocks = config.blocks
-    if form != "push":
-        blocks = _limit_blocks(blocks, x.device, workspace.arrivals.numel())
+    blocks = _limit_blocks(config.blocks, x.device, workspace.arrivals.numel(), waits=form != "push")
     unit_steps, programs = split_steps(m, n, k, blocks)
     partials: Any = None
     if unit_steps % divide_up(k, blocks.k):
