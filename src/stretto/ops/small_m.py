@@ -31,6 +31,7 @@ from stretto.ops.gemm import (
     tile_width,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
+from stretto.tiles.packets import store_packets
 
 _PACKET_BYTES = 4
 _STREAMING_BYTES = 200 << 10  # of shared memory
@@ -305,7 +306,7 @@ def send_tile(  # type: ignore[no-untyped-def]
     fours: tl.constexpr = exchange.in_fours
     if slots is not None:
         for number in tl.static_range(channel.world):
-            tiles.store_packets(slots[number] + (at * pairs + pair), data, mask, fours)
+            store_packets(slots[number] + (at * pairs + pair), data, mask, fours)
     elif exchange.form == "one-shot" or exchange.form == "push":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world

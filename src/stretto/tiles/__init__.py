@@ -17,15 +17,7 @@ memory.
     interpreter, compile_only        kernels without a GPU: run by Triton's interpreter, or only compiled
 """
 
-from stretto.tiles.call_state import (
-    arrive_produced,
-    call_number,
-    call_slot,
-    claim,
-    claim_move,
-    load_groups_limit,
-    may_publish,
-)
+from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish
 from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
 from stretto.tiles.channel import BlockChannel, Channel
 from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_push_data
@@ -65,7 +57,6 @@ from stretto.tiles.packets import (
     pack,
     push_numbered,
     push_packets,
-    store_packets,
     sum_packets,
     take_packets,
     unpack,
@@ -120,7 +111,6 @@ __all__ = [
     "finish_polls",
     "join_copies",
     "kind_of",
-    "load_groups_limit",
     "look_for_packets",
     "look_up_tiles",
     "may_publish",
@@ -146,7 +136,6 @@ __all__ = [
     "rank_wait_all",
     "release_slice",
     "shard_tiles",
-    "store_packets",
     "sum_packets",
     "take_packets",
     "tile_channels",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM + all-reduce + residual + norm, for decoding: in two launches for few rows."""
+"""GEMM + all-reduce + residual + norm, for decoding: in one launch for few rows, or two."""
 
 from typing import Any
 
@@ -48,9 +48,9 @@ from stretto.ops.row_sums.norm import (
 )
 from stretto.ops.scaled import scaled_matmul_all_reduce
 from stretto.ops.small_m import find_slots, multiply_steps
+from stretto.tiles.call_state import load_groups_limit
 
 _WIDEST_BYTES = 16 << 10  # of a row that a program of four warps adds up in registers
-IN_ONE = True
 
 
 def matmul_all_reduce_norm(
@@ -72,8 +72,9 @@ def matmul_all_reduce_norm(
 
     x: [..., k], weight: [n, k], as in `matmul_all_reduce`; residual: [..., n], the same on all ranks; bias: [n] of x's
     dtype, added once. norm, eps, offset, norm_weight and norm_bias are those of `all_reduce_norm`. The bits are those
-    of `matmul_all_reduce`, an addition and the norm, one after another (on one rank within rounding). Few rows take two
-    launches: a product that sends its tiles as packets, and a kernel that adds them up, with residual and norm.
+    of `matmul_all_reduce`, an addition and the norm, one after another (on one rank, and of few rows on GPUs, within
+    rounding). Few rows take one launch: a product that sends its tiles as packets, whose last programs add them up,
+    with residual and norm. Where these would be too many, or too wide, another kernel does that.
 
     invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
     2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for
@@ -189,7 +190,7 @@ def _compute(
         config = config if blocks is None else config._replace(blocks=blocks)
     product = GroupProduct(x, weight, None, residual, group)
     assert config.blocks is not None
-    if IN_ONE and _takes_one_launch(config.blocks, x, weight):
+    if _takes_one_launch(config.blocks, x, weight):
         sums = SumOperands(*operands, torch.empty_like(residual))
         arguments, key = describe_sums(sums, x.dtype, 0, config.blocks.num_warps, norm=norm)
         ending = multiply_sum_normalize, key, arguments
@@ -233,7 +234,7 @@ def multiply_sum_normalize(channel, gemm, stream_k, exchange, a, b, staging, pac
     multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype, slots)
     row = tiles.arrive_produced(channel) - (tl.num_programs(0) - gemm.m)
     if row >= 0:
-        limit = tiles.load_groups_limit(channel)
+        limit = load_groups_limit(channel)
         sum_row(channel, packets, form, slot, tensors, row, gemm.m, gemm.n)
         tiles.end_unsignalled_call(channel, gemm.m, limit)
 

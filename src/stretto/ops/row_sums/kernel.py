@@ -26,6 +26,7 @@ from stretto.ops.row_sums.norm import (
 )
 from stretto.ops.small_m import THREADS_OF_A_WARP
 from stretto.tiles import kind_of
+from stretto.tiles.call_state import load_groups_limit
 
 MAX_PACKET_BYTES = 4 << 20
 """That a rank sends to the others, at most, where every rank adds up all rows: about 10 us of NVLink."""
@@ -128,7 +129,7 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
                     publishes=publishes
                 )  # fmt: skip
             row = tiles.claim(channel)
-    limit = tiles.load_groups_limit(channel)
+    limit = load_groups_limit(channel)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         sum_row(channel, packets, form, slot, tensors, row, rows, columns)
     tiles.end_unsignalled_call(channel, limit=limit)
