@@ -77,15 +77,12 @@ def copy_numbers(source, out, size, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 
 def run_sparse(setting: SparseSetting) -> list[Row]:
-    """Measure all rows on one GPU."""
     if not setting.cpu and not count_gpus():
         raise ValueError("this takes a GPU, and this machine has none; --cpu tries it without")
-    rows: list[Row] = run_ranks(1, measure_all, setting, trains=False)
-    return rows
+    return run_ranks(1, measure_all, setting, trains=False)
 
 
 def measure_all(setting: SparseSetting) -> list[Row]:
-    """The job of the one rank."""
     device = Grid(device="cpu" if setting.cpu else None).device
     return _measure_kernels(setting, device) + ([] if setting.variants else _measure_layers(setting, device))
 

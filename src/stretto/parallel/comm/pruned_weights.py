@@ -20,12 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.parallel.comm.collectives import (
-    Pending,
-    all_to_all,
-    start_gather_rows,
-    start_scatter_rows,
-)
+from stretto.parallel.comm.collectives import Pending, all_to_all, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.two_level import TwoLevels
 
 
