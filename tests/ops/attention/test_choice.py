@@ -9,7 +9,7 @@ from tests.ops.test_prediction import H200
 from stretto import ops
 from stretto.memory.plain_data import broadcast_data
 from stretto.ops import choices, confirmation
-from stretto.ops.attention import choice, context
+from stretto.ops.attention import choice
 from stretto.ops.attention.choice import AttentionProblem
 from stretto.tuning import TuningStore
 
@@ -92,7 +92,7 @@ def confirm(folder):
     """(exchanges of a first call that is timed, how often it was timed, exchanges of the next)."""
     timed = []
 
-    def time_calls(runs, device):
+    def time_calls(runs, device, turns):
         timed.append(len(runs))
         for run in runs:
             run()
@@ -100,8 +100,7 @@ def confirm(folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", f"{folder}/{dist.get_rank()}")
-        for module in (choice, context):
-            patch.setattr(module, "can_time_calls", lambda device: True)
+        patch.setattr(confirmation, "can_time_calls", lambda device, size: True)
         patch.setattr(confirmation, "time_calls", time_calls)
         patch.setattr(choice, "find_times", lambda group, device, times={("", 1): {}}: times)
         q, k, v = make()
