@@ -197,7 +197,8 @@ def time_first_calls_anywhere(folder: Path) -> dict[str, tuple[float, int]]:
         torch.manual_seed(rank)
         x, weight = (torch.randn(m, 2048, device=device).bfloat16().requires_grad_() for m in (rows, 1024))
         call(x, weight / 45).float().square().sum().backward()
-        assert x.grad is not None and weight.grad is not None
+        assert x.grad is not None
+        assert weight.grad is not None
         return [x.grad, weight.grad]
 
     def on_stream(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
