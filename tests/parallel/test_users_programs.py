@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest

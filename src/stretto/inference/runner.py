@@ -137,9 +137,10 @@ class StepRunner:
     @torch.no_grad()
     def probe(self, fuser: BlockFuser) -> list[ShapeProbe]:
         """Run a token through the model with probes in place of its attentions. Collective."""
-        attentions, before = attentions_of(self.model), self.model.config._attn_implementation
+        model: Any = self.model
+        attentions, before = attentions_of(model), model.config._attn_implementation
         probes = [ShapeProbe(type(module).__name__) for module in attentions]
-        attend_to_pages(self.model, probes)
+        attend_to_pages(model, probes)
         own = [module.forward for module in attentions]
         if self._fuses_rotation:
             for module, probe in zip(attentions, probes, strict=True):
@@ -147,9 +148,9 @@ class StepRunner:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         try:
             with fuser.watch():
-                self.model(input_ids=zero, position_ids=zero, use_cache=False)
+                model(input_ids=zero, position_ids=zero, use_cache=False)
         except ValueError:  # of attention that no cache has a place for
-            self.model.set_attn_implementation(before)
+            model.set_attn_implementation(before)
             raise
         finally:
             for module, forward in zip(attentions, own, strict=True):
