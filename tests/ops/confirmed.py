@@ -155,8 +155,8 @@ def meet_hazards(folder):
         found["ever new shapes"] = timed.count == 2
         found["which run as predicted"] = [ran["all_gather_matmul", how] for how in ("library", "kernel")] == [2, 3]
     with timed_by(None if rank else [2.0, 1.0], Path(folder) / f"late {rank}") as timed:
-        ops.all_gather_matmul(x, weight)
-        ops.matmul_reduce_scatter(x, weight, dist.new_group([0, 1]))
+        for call in (ops.all_gather_matmul, ops.matmul_reduce_scatter):
+            call(x, weight, dist.new_group([0, 1]))
         found["a wait in vain"] = timed.count == 1
     for failing in ([0, 1], [1]):  # all ranks, as where no kernel can be compiled, and one, which has no memory
         with timed_by([2.0, 1.0], Path(folder) / f"failing {failing} {rank}") as timed:
