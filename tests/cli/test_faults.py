@@ -3,6 +3,7 @@
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -39,6 +40,20 @@ def test_an_output_that_is_full_ends_a_command_with_a_line(command: str) -> None
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "stretto: output: No space left on device"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [('"$@" >&-', 0), ('{ sleep 0.1; "$@"; echo $? >&2; } | :', 128 + signal.SIGPIPE)]
+)
+def test_an_output_that_is_closed_is_none_and_a_reader_that_has_ended_ends_the_command(script, status):
+    command = [shared_server().python, "-m", "stretto", "cluster", "list"]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, f"{int(status)}\n" if status else "")
 
 
 def test_a_reader_that_has_ended_is_told_nothing() -> None:
