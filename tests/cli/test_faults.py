@@ -3,9 +3,11 @@
 
 import importlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 from tests.cli.test_commands import stretto_command
@@ -102,3 +104,15 @@ def test_doctor_reports_what_else_works_where_one_look_fails(monkeypatch: pytest
     assert status == 0
     assert "fail - cannot be looked at: libtorch_cpu.so: failed to map segment" in text
     assert "cache" in text
+
+
+def test_ctrl_c_ends_a_command_whose_modules_are_still_imported_without_a_traceback(monkeypatch):
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    module = ModuleType("stretto.cli")
+    module.__getattr__ = interrupt
+    monkeypatch.setitem(sys.modules, "stretto.cli", module)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("stretto", run_name="__main__")
+    assert ended.value.code == 128 + signal.SIGINT
