@@ -65,16 +65,31 @@ def find_largest(x: Tensor, dims: tuple[int, ...], scale: Tensor | None = None) 
     if not _suits_kernel(x):
         x = x if scale is None else x.float() * scale
         return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True).float()
-    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    bits = torch.zeros(
+        [1 if dim in dims else size for dim, size in enumerate(x.shape)], dtype=torch.int32, device=x.device
+    )
+    _measure(x, scale, bits, None)
+    return bits.view(torch.float32)
+
+
+def find_largest_both(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of rows [..., m, 1] and of columns [..., 1, n] of x, which a kernel reads once for both."""
+    if not _suits_kernel(x):
+        return find_largest(x, (-1,)), find_largest(x, (-2,))
+    rows = torch.zeros(*x.shape[:-1], 1, dtype=torch.int32, device=x.device)
+    columns = torch.zeros(*x.shape[:-2], 1, x.shape[-1], dtype=torch.int32, device=x.device)
+    _measure(x, None, rows, columns)
+    return rows.view(torch.float32), columns.view(torch.float32)
+
+
+def _measure(x: Tensor, scale: Tensor | None, largest: Tensor, by_columns: Tensor | None) -> None:
     x, scale = x.contiguous(), None if scale is None else scale.contiguous()
     with torch.cuda.device_of(x):
         programs, sizes = _programs(x)
         launch_cached(
-            measure_tiles, programs, x, scale, bits, *sizes, SCALE=_kind(scale), KIND=_kind(bits),
+            measure_tiles, programs, x, scale, largest, by_columns, *sizes, SCALE=_kind(scale), KIND=_kind(largest),
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
-    return bits.view(torch.float32)
 
 
 def cast_scaled(
@@ -216,12 +231,13 @@ def _load_factors(factors, batch, row, column, m, n, KIND: tl.constexpr):  # typ
 
 @triton.jit
 def measure_tiles(  # type: ignore[no-untyped-def]
-    x, scale, largest, m, n, SCALE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    x, scale, largest, by_columns, m, n,
+    SCALE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """largest = max(largest, |x * scale|), for factors of a KIND (`_load_factors`); SCALE: that of `scale`.
 
-    Magnitudes are compared as integers, in whose order NaN is above infinity.
-    Synchronization: programs update `largest`, zeros before, by atomic maxima, of which the order does not matter.
+    by_columns: the same of KIND 3; None for none. Bytes: x is read once. Magnitudes are compared as integers, in whose order NaN is above infinity.
+    Synchronization: programs update magnitudes, zeros before, by atomic maxima, of which the order does not matter.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:
@@ -233,6 +249,8 @@ def measure_tiles(  # type: ignore[no-untyped-def]
         tl.atomic_max(largest + batch * n + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
     else:
         tl.atomic_max(largest + batch * KIND, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    if by_columns is not None:
+        tl.atomic_max(by_columns + batch * n + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
 
 
 @triton.jit

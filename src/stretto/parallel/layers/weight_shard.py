@@ -124,8 +124,10 @@ class WeightShard:
         return is_plain and self.group.size() > 1 and not self.gradients.has_kept_unsharded
 
     def takes_own_gradient(self, parameter: nn.Parameter) -> bool:
-        """True if this rank has all of the weight, computes with it as it is, and makes its gradient in its dtype."""
-        dtypes = self.precision.compute, self.gradient_dtype(parameter)
+        """True if this rank has all of the weight, computes with it as it is or casts it to fp8, and makes its gradient
+        in its dtype."""
+        compute = None if self.scaling is not None else self.precision.compute
+        dtypes = compute, self.gradient_dtype(parameter)
         return self.group.size() == 1 and all(dtype in (None, parameter.dtype) for dtype in dtypes)
 
     def taking(self, parameter: nn.Parameter) -> Callable[[nn.Parameter, Tensor], None]:
