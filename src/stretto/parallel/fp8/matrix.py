@@ -21,9 +21,9 @@ from stretto.ops.fp8_casts import (
     E5M2,
     GRAIN,
     ScaledMatrix,
+    cast_both,
     cast_scaled,
     find_largest,
-    find_largest_both,
     find_scale,
     multiply,
 )
@@ -94,15 +94,12 @@ class ScaledOperand:
     def cast_both(self) -> None:
         """Make rows and columns in one pass, after one that measures both."""
         if self._rows is None and self._columns is None:
-            if self.recipe == "rowwise":
-                scale, other = (
-                    find_scale(each, self.dtype, is_power_of_two=True) for each in find_largest_both(self.x)
-                )
+            if (scale := self._one_scale) is None:
+                self._rows, self._columns = cast_both(self.x, self.dtype, has_one_scale=self.recipe == "tensorwise")
             else:
-                scale = other = self._scale_over(-1)
-            data, transposed = cast_scaled(self.x, scale, other, self.dtype)
-            self._rows = ScaledMatrix(cast(Tensor, data), scale)
-            self._columns = ScaledMatrix(cast(Tensor, transposed), other.mT)
+                data, transposed = cast_scaled(self.x, scale, scale, self.dtype)
+                self._rows = ScaledMatrix(cast(Tensor, data), scale)
+                self._columns = ScaledMatrix(cast(Tensor, transposed), scale)
             self.x = self.x.new_empty(0)
 
     @property
