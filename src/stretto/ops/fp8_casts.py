@@ -8,6 +8,7 @@ weights, e5m2, which has a wider range, for gradients.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stretto.ops.gemm import Scales
+from stretto.ops.operator import define_operator
 from stretto.ops.scaled import multiply_scaled
 from stretto.tiles.launches import launch_cached
 
@@ -192,9 +194,22 @@ def multiply(
 
     is_fast: sum with the tensor cores' 14 bits or so alone, as torchao does in the forward pass.
     """
-    m, n = a.data.shape[0], b.data.shape[0]
-    scales = Scales(a.scale.reshape(-1).expand(m), b.scale.reshape(-1).expand(n))
-    return multiply_scaled(a.data, b.data, scales, dtype, bias, is_fast=is_fast)
+    return _multiply(a.data, b.data, a.scale, b.scale, bias, dtype, is_fast)
+
+
+def _run(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype, is_fast: bool
+) -> Tensor:
+    scales = Scales(a_scale.reshape(-1).expand(a.shape[0]), b_scale.reshape(-1).expand(b.shape[0]))
+    return multiply_scaled(a, b, scales, dtype, bias, is_fast=is_fast)
+
+
+_multiply = define_operator(
+    "multiply_fp8",
+    _run,
+    fake=lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+    count_flops=lambda a, b: 2 * a[0] * prod(b),
+)
 
 
 def _suits_kernel(x: Tensor) -> bool:
