@@ -77,11 +77,7 @@ SCALED = {
     "scatter": ops.scaled_matmul_reduce_scatter,
     "reduce": ops.scaled_matmul_all_reduce,
 }
-OPERATORS = {
-    "gather": ops.all_gather_matmul,
-    "scatter": ops.matmul_reduce_scatter,
-    "reduce": ops.matmul_all_reduce,
-}
+OPERATORS = {"gather": ops.all_gather_matmul, "scatter": ops.matmul_reduce_scatter, "reduce": ops.matmul_all_reduce}
 
 
 def poison() -> None:
@@ -298,10 +294,7 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
     rank, dtype = dist.get_rank(), rng.choice([torch.bfloat16, torch.float32, FP8])
     if dtype == FP8:
         return make_scaled_case(rng, device, rows, n, k + -k % 16)
-    x, whole = (
-        torch.randn(rows, k, device=device).to(dtype),
-        torch.randn(rows * world, k, device=device).to(dtype),
-    )
+    x, whole = (torch.randn(rows, k, device=device).to(dtype), torch.randn(rows * world, k, device=device).to(dtype))
     weight = (torch.randn(n, k, device=device) * (1 + rank)).to(dtype)
     made = []
     for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):

@@ -101,8 +101,7 @@ def save_for_backward(needs):
 
 
 @pytest.mark.parametrize(
-    ("needs", "rows", "weights"),
-    [("xwb", True, True), ("x", False, True), ("w", True, False), ("b", False, False)],
+    ("needs", "rows", "weights"), [("xwb", True, True), ("x", False, True), ("w", True, False), ("b", False, False)]
 )
 def test_only_what_a_gradient_takes_is_kept_for_it(interpret, needs, rows, weights):
     for kept in interpret(2, save_for_backward, needs):

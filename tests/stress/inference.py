@@ -67,7 +67,6 @@ class SumCase(WorkspaceCase):
             raise AssertionError("sums of so many numbers are rounded")
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         (x, residual), (added, normed) = self._inputs[entry], self._expected[entry]
         group, options = self._team.group, {"invariant": self._is_invariant, "implementation": "kernel"}
         with torch.no_grad():
@@ -117,7 +116,6 @@ class PagedCase(StressCase):
             return ops.paged_attention(*operands, **options, invariant=self._is_invariant, implementation="kernel")
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         return [Check(self._attend(entry), self._expected[entry])]
 
 
@@ -134,7 +132,6 @@ class NormCase(StressCase):
         self._expected = [normalize_by_torch(x, self._weight, None, norm) for x in self._inputs]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         found = ops.invariant_norm(self._inputs[entry], self._weight, eps=EPS, norm="layer")
         return [Check(found, self._expected[entry])]
 
@@ -163,14 +160,12 @@ class RotationCase(StressCase):
         self._caches = [whole.new_zeros(2, tokens + ENTRIES, kv_heads, size) for _ in range(2)]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         *operands, places = self._inputs[entry]
         query = rotate_and_store(*operands, *self._caches, places)
         stored = (each.flatten(0, 1)[places] for each in self._caches)
         return [Check(one, right) for one, right in zip((query, *stored), self._expected[entry], strict=True)]
 
     def poison(self) -> None:
-        """Fill the cache with poison."""
         for each in self._caches:
             each.fill_(torch.nan)
 
@@ -208,11 +203,9 @@ class NewTokensCase(StressCase):
                 raise AssertionError(f"attention of {batch} is wrong")
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         return [Check(attend_new_tokens(*self._calls[entry]), self._expected[entry])]
 
     def poison(self) -> None:
-        """Fill the new tokens' places with poison."""
         for (call, *_), places in zip(self._calls, self._places, strict=True):
             for cache in (call.keys, call.values):
                 cache.flatten(0, 1)[places] = torch.nan
@@ -241,13 +234,11 @@ class ExpertsCase(StressCase):
             self._expected.append(product.bfloat16())
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         x, offsets = self._inputs[entry]
         return [Check(multiply_groups(x, self._weight, offsets, self._leaves), self._expected[entry])]
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of inference."""
     powers = (1, 2, 4, 8)
     sums = [
         Configuration(

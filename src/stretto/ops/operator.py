@@ -163,7 +163,6 @@ def _copy_first(results: Any, out: Tensor) -> Any:
 
 
 def copy_to(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, in `out` if there is one."""
     return result if out is None else out.copy_(result)
 
 
@@ -592,7 +591,6 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
 
 
 def list_groups() -> list[str]:
-    """The names of the groups that have workspaces."""
     return [name for name, cache in list(_caches.items()) if cache.group() is not None]
 
 
@@ -680,5 +678,4 @@ def count_product_flops(x: torch.Size, weight: torch.Size) -> int:
 
 
 def count_bytes(*shape: int, dtype: torch.dtype) -> int:
-    """The bytes of a tensor of this shape and dtype."""
     return torch.Size(shape).numel() * dtype.itemsize

@@ -142,8 +142,7 @@ def find_times(group: str, device: torch.device) -> Times:
         rows = json.loads(exchange_text(json.dumps([[*key, times] for key, times in read.items()]), group, device)[0])
         return {(kind, length): times for kind, length, times in rows}
 
-    found: Times = find_known(group, device, "attention's times", agree)
-    return found
+    return find_known(group, device, "attention's times", agree)
 
 
 def _find_nearest(call: AttentionProblem, ways: list[str], times: Times) -> dict[str, float] | None:

@@ -131,15 +131,7 @@ def context_attention(
         mask = {"causal": causal, "window": window, "layout": layout}
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
     degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
-    settings = Settings(
-        name,
-        degree,
-        causal,
-        scale,
-        layout,
-        window,
-        "all_gather" if chosen == "ulysses" else chosen,
-    )
+    settings = Settings(name, degree, causal, scale, layout, window, "all_gather" if chosen == "ulysses" else chosen)
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart
@@ -186,8 +178,7 @@ def find_starts(places: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _name_schedule(schedule: str | Schedule, group: str) -> str:
-    found: str = name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
-    return found
+    return name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
 
 
 @torch.compiler.assume_constant_result
@@ -296,7 +287,6 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
 
 
 def _require_row_starts(documents: Tensor, rows: int, length: int) -> None:
-    """ValueError unless each row begins a document."""
     begun = set(documents.tolist())
     if missing := [row * length for row in range(rows) if row * length not in begun]:
         raise ValueError(

@@ -70,13 +70,7 @@ class NormOperands(NamedTuple):
 
 
 def invariant_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    norm: str = "rms",
-    bias: Tensor | None = None,
-    offset: float = 0.0,
+    x: Tensor, weight: Tensor, *, eps: float, norm: str = "rms", bias: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
     """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
 
