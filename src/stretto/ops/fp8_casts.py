@@ -131,13 +131,14 @@ def _cast(
     if by_columns is not None:
         padded = -(-x.shape[-2] // GRAIN) * GRAIN
         second = torch.empty(*x.shape[:-2], x.shape[-1], padded, dtype=dtype, device=x.device)
-    scales = (found[0], found[-1]) if found else (None, None)
+    factors = (by_columns if by_rows is None else by_rows, by_rows if by_columns is None else by_columns)
+    scales = (found[0], found[-1]) if found else factors
     with torch.cuda.device_of(x):
         programs, sizes = _programs(x)
         launch_cached(
-            cast_tiles, programs, x, scale, first, by_rows, second, by_columns, *scales, *sizes,
-            KINDS=_kind(scale) + 4 * _kind(by_rows) + 16 * _kind(by_columns), IS_POWER=len(found) == 2,
-            LARGEST=torch.finfo(dtype).max, REST=1 / torch.finfo(dtype).max, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+            cast_tiles, programs, x, scale, first, second, factors, scales, *sizes,
+            KINDS=_kind(scale) + 4 * _kind(by_rows) + 16 * _kind(by_columns) + 64 * len(found),
+            LARGEST=torch.finfo(dtype).max, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
     return first, second
 
@@ -325,34 +326,33 @@ def _to_scale(largest, IS_POWER: tl.constexpr, REST: tl.constexpr):  # type: ign
 
 @triton.jit
 def cast_tiles(  # type: ignore[no-untyped-def]
-    x, scale, by_rows, row_factors, by_columns, column_factors, row_scale, column_scale, m, n,
-    KINDS: tl.constexpr, IS_POWER: tl.constexpr, LARGEST: tl.constexpr, REST: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, scale, by_rows, by_columns, factors, scales, m, n,
+    KINDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """by_rows [batch, m, n] = x * scale / row_factors, by_columns [batch, n, m] = (x * scale / column_factors).T.
+    """by_rows [batch, m, n] = x * scale / factors[0], by_columns [batch, n, m] = (x * scale / factors[1]).T.
 
-    m of by_columns is padded to a multiple of 16, with zeros. KINDS: of scale, + 4 x row_factors', + 16 x
-    column_factors'. row_scale, column_scale: None, or where to write the factors, of which row_factors and
-    column_factors are the magnitudes then, as integers. Bytes: x is read once. Synchronization: none: programs own
-    their tiles; those that have a factor in common write the same number.
+    m of by_columns is padded to a multiple of 16, with zeros. KINDS: of scale, + 4 x the first factors', + 16 x the
+    second's, + 64 if factors are magnitudes, as integers, of which the one factor goes to `scales`, + 128 if powers of
+    two do. Bytes: x is read once.
+    Synchronization: none: programs own their tiles; those that have a factor in common write the same number.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:
         value *= _load_factors(scale, batch, row, column, m, n, KINDS % 4)
     if by_rows is not None:
-        factors = _load_factors(row_factors, batch, row, column, m, n, KINDS // 4 % 4)
-        if row_scale is not None:
-            factors = _to_scale(factors.to(tl.float32, bitcast=True), IS_POWER, REST)
-            _store_factors(row_scale, factors, row, column, m, n, KINDS // 4 % 4)
-        found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_rows.dtype.element_ty)
+        factor = _load_factors(factors[0], batch, row, column, m, n, KINDS // 4 % 4)
+        if KINDS >= 64:
+            factor = _to_scale(factor.to(tl.float32, bitcast=True), KINDS // 128, 1.0 / LARGEST)
+            _store_factors(scales[0], factor, row, column, m, n, KINDS // 4 % 4)
+        found = _saturate_tile(value * tl.div_rn(1.0, factor), LARGEST).to(by_rows.dtype.element_ty)
         tl.store(by_rows + (batch * m + row) * n + column, found, mask=(row < m) & (column < n))
     if by_columns is not None:
         padded = tl.cdiv(m, _GRAIN) * _GRAIN
-        factors = _load_factors(column_factors, batch, row, column, m, n, KINDS // 16)
-        if column_scale is not None:
-            factors = _to_scale(factors.to(tl.float32, bitcast=True), IS_POWER, REST)
-            _store_factors(column_scale, factors, row, column, m, n, KINDS // 16)
-        found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_columns.dtype.element_ty)
+        factor = _load_factors(factors[1], batch, row, column, m, n, KINDS // 16 % 4)
+        if KINDS >= 64:
+            factor = _to_scale(factor.to(tl.float32, bitcast=True), KINDS // 128, 1.0 / LARGEST)
+            _store_factors(scales[1], factor, row, column, m, n, KINDS // 16 % 4)
+        found = _saturate_tile(value * tl.div_rn(1.0, factor), LARGEST).to(by_columns.dtype.element_ty)
         at = (batch * n + tl.trans(column)) * padded + tl.trans(row)
         tl.store(by_columns + at, tl.trans(found), mask=(tl.trans(row) < padded) & (tl.trans(column) < n))
 
