@@ -290,7 +290,7 @@ def compile_with_a_plan():
 
 @pytest.mark.long
 def test_a_plan_is_compiled_without_a_graph_break(interpret):
-    interpret(2, compile_with_a_plan)
+    interpret(1, compile_with_a_plan)
 
 
 def train_biases():

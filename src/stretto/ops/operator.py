@@ -388,13 +388,13 @@ class AgreedCall(NamedTuple):
 
 
 def require_agreement(
-    call: str, by_tma: bool, group: str, device: torch.device, *, can_measure: bool = False
+    call: str, by_tma: bool, group: str, device: torch.device, *, can_measure: Callable[[], bool] = lambda: False
 ) -> AgreedCall:
     """Compare a description of this rank's call with the other ranks', through the group's store.
 
     Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
     could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
-    differ from other ranks'. can_measure: whether it may time the call. Returns what held for all ranks, at the first
+    differ from other ranks'. can_measure: whether it may time a new call. Returns what held for all ranks, at the first
     call of this kind. ValueError where another rank makes a different call, PeerError if one makes none within the
     group's time limit.
     """
@@ -402,7 +402,7 @@ def require_agreement(
     if call in compared.known and not is_debugging():
         return AgreedCall(compared.known[call])
     failures.check()  # before this rank waits for ranks that may never come
-    sent = call + _BY_TMA * by_tma + _MEASURED * can_measure
+    sent = call + _BY_TMA * by_tma + _MEASURED * can_measure()
     received, rank = exchange_text(sent, group, device), dist.get_rank(find_group(group))
     for peer, other in enumerate(received):
         if other.removesuffix(_MEASURED).removesuffix(_BY_TMA) != call:
