@@ -25,14 +25,15 @@ from stretto.ops.embedding.backward import (
 from stretto.ops.embedding.backward_kernel import SETTINGS
 from stretto.ops.embedding.operator import agree_on_placement, embedding_all_to_all, find_placement_again
 from stretto.ops.embedding.placement import require_input
-from stretto.ops.embedding.table_set import accept_tables, find_tables
-from stretto.ops.operator import find_name, is_traced
+from stretto.ops.embedding.table_set import SeenTensors, accept_tables, find_tables
+from stretto.ops.operator import find_group, find_name, is_traced
 
 STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
 """The number of states that each optimizer has of a table."""
 
 OPTIMIZERS = tuple(STATES)
 _OPERATOR = "embedding_all_to_all_update"
+_seen_states = SeenTensors()
 
 
 def embedding_all_to_all_update(
@@ -58,10 +59,10 @@ def embedding_all_to_all_update(
 
     All ranks call it, also those without tables. ValueError for other input.
     """
-    group_name = find_name(group)
-    device, world = offsets.device, dist.get_world_size(group)
+    group_name, device = find_name(group), offsets.device
     given = grad, indices, offsets, weights, update.settings, update.clock, *tables, *update.states
     traces = is_traced(*given)
+    world = dist.get_world_size(group) if traces else find_group(group_name).size()
     known = (accept_tables if traces else find_tables)(tables, device)
     count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
     if traces:
@@ -148,7 +149,11 @@ def table_settings(
 
 
 def require_step(
-    step: TableUpdate, rows: Sequence[int], dims: Sequence[int], dtype: torch.dtype | None, device: torch.device
+    step: TableUpdate,
+    rows: tuple[int, ...],
+    dims: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> None:
     """ValueError for an unknown optimizer, or for a step's tensors that do not fit tables of these shapes and dtype."""
     optimizer, settings, states, clock = step[:4]
@@ -166,14 +171,22 @@ def require_step(
         raise ValueError(
             f"{_OPERATOR}: {optimizer} of {len(rows)} tables has {count * len(rows)} states, not {len(states)}"
         )
-    for place, state in enumerate(states):
-        table = place // count
-        shape = (rows[table],) if optimizer == "adagrad" else (rows[table], dims[table])
-        if state.shape != shape or not _suits(state, device):
-            raise ValueError(
-                f"{_OPERATOR}: the state of table {table} is fp32 {list(shape)}, contiguous, on {device}, not "
-                f"{_describe(state)}"
-            )
+
+    def check(_: tuple[int, ...]) -> bool:
+        for place, state in enumerate(states):
+            table = place // count
+            shape = (rows[table],) if optimizer == "adagrad" else (rows[table], dims[table])
+            if state.shape != shape or not _suits(state, device):
+                raise ValueError(
+                    f"{_OPERATOR}: the state of table {table} is fp32 {list(shape)}, contiguous, on {device}, not "
+                    f"{_describe(state)}"
+                )
+        return True
+
+    if is_traced(*states):
+        check(())
+    elif states:
+        _seen_states.find(states, (optimizer, rows, dims, device), check)
     if clock is None and (optimizer == "adam" or step.is_stochastic):
         raise ValueError(
             f"{_OPERATOR}: adam and stochastic rounding count steps: pass clock=, int64 [2], steps and seed"
@@ -235,7 +248,7 @@ class _LookUpAndUpdate(torch.autograd.Function):
         ctx.ahead = None
         if not is_traced(indices, offsets, weights, *tables):
             group_name, device, known = find_name(group), offsets.device, find_tables(tables, offsets.device)
-            batch = len(pooled) * dist.get_world_size(group)
+            batch = len(pooled) * find_group(group_name).size()
             placement = find_placement_again(group_name, device, known.dims, pooled.dtype, batch, name)
             lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
             ctx.ahead = sort_ahead(update.find_rows(lookups), placement, group_name, known.firsts)
