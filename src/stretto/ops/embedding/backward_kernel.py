@@ -153,7 +153,7 @@ def push_gradients(  # type: ignore[no-untyped-def]
         first = tl.multiple_of(tl.load(columns + owner), QUANTUM)
         count = tl.multiple_of(tl.load(columns + owner + 1), QUANTUM) - first
         there = tiles.peer_pointer(channel, staging, owner)
-        for step in range(0, STEPS):
+        for step in range(STEPS):
             row = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
             source = tl.multiple_of(row.to(tl.int64) * width, QUANTUM) + first
             target = tl.multiple_of((channel.rank * batch + row).to(tl.int64) * count, QUANTUM)

@@ -70,28 +70,30 @@ class TableSet:
 class SeenTensors:
     """Keeps what was found for tensors that were checked one by one, which takes longer than a look-up.
 
-    They are the same while they are the same objects, at the same addresses, of the same shapes.
+    They are the same while they are the same objects, at the same addresses, of the same shapes. (Their dtypes and
+    strides are as those of the first: conversions are of all.)
     """
 
     def __init__(self) -> None:
-        self._found: dict[Hashable, tuple[Any, list[ref[Tensor]]]] = {}
+        self._found: dict[Hashable, tuple[object, Any, list[ref[Tensor]]]] = {}
 
     def find(self, tensors: Sequence[Tensor], key: Hashable, make: Callable[[tuple[int, ...]], _T]) -> _T:
         """Return what `make` has returned for these tensors and this key; it is given the addresses."""
         addresses = tuple(map(Tensor.data_ptr, tensors))
-        looks = key, addresses, tuple(map(id, tensors)), tuple(map(_shape_of, tensors))
-        seen = self._found.get(looks)
-        if seen is not None:
-            found: _T = seen[0]
+        first = [(one.dtype, one.is_contiguous()) for one in tensors[:1]]
+        looks, ids = (addresses, tuple(map(_shape_of, tensors)), first), (key, *map(id, tensors))
+        seen = self._found.get(ids)
+        if seen is not None and seen[0] == looks:
+            found: _T = seen[1]
             return found
         found = make(addresses)
         if len(self._found) >= _MAX_KEPT:
             self._found.clear()
 
         def forget(_: object, known: dict[Hashable, Any] = self._found) -> None:
-            known.pop(looks, None)  # another tensor may get the id of one that is gone
+            known.pop(ids, None)  # another tensor may get the id of one that is gone
 
-        self._found[looks] = found, [ref(tensor, forget) for tensor in tensors]
+        self._found[ids] = looks, found, [ref(tensor, forget) for tensor in tensors]
         return found
 
 
