@@ -38,8 +38,9 @@ class PrunedSetting:
 
     parts: Annotated[tuple[str, ...], Option("state, largest, steps, networks, with commas.")] = PARTS[:2]
     ranks: Ranks = None
-    layers: Annotated[int, Option("Of the GPT of width 2048 whose steps are measured.", least=1)] = 24
-    batch: Annotated[int, Option("Sequences of 1024 tokens, or images a rank, of a step.", least=1)] = 16
+    layers: Annotated[int, Option("Of the GPT of width 4096 whose steps are measured.", least=1)] = 8
+    batch: Annotated[int, Option("Sequences of 2048 tokens, of a step.", least=1)] = 16
+    images: Annotated[int, Option("Of a rank, in a step of the networks.", least=1)] = 64
     steps: Annotated[int, Option("Steps of the networks.", least=2)] = 50
     cpu: Annotated[bool, Option("Small sizes on the CPU: a try, no figure.")] = False
 
@@ -209,9 +210,9 @@ def _profile(step: Step) -> float:
 
 
 def measure_steps(setting: PrunedSetting) -> list[dict[str, Any]]:
-    """Part `steps`: dense and pruned, in turn."""
+    """Part `steps`: dense and pruned, in turn; layers so wide that the host keeps up with the GPU."""
     ranks, rows = setting.ranks or 1, list[dict[str, Any]]()
-    config = GPTConfig(layers=setting.layers, hidden=2048, heads=16, vocab=50304, max_seq_len=1024, bias=False)
+    config = GPTConfig(layers=setting.layers, hidden=4096, heads=32, vocab=50304, max_seq_len=2048, bias=False)
     if setting.cpu:
         config = replace(config, layers=4, hidden=64, heads=4, vocab=256, max_seq_len=32)
     for axis in ("data", "z", "pipe"):
@@ -229,11 +230,11 @@ def measure_steps(setting: PrunedSetting) -> list[dict[str, Any]]:
 def _measure_grid(setting: PrunedSetting, config: GPTConfig, axis: str, ranks: int, sparsity: float) -> dict[str, Any]:
     sizes: dict[str, Any] = {axis: ranks}
     grid = Grid(**sizes, device="cpu" if setting.cpu else None)
-    model = _build(config, grid, recompute="full")
+    model = _build(config, grid)
     stored = _take_over(model, grid, sparsity)
     tokens = _draw(config, setting.batch, grid.device)
     own = tokens.chunk(grid.size("batch"))[grid.coordinate("batch")]
-    pipeline = Pipeline(model, grid, micro_batch_size=1) if axis == "pipe" else None
+    pipeline = Pipeline(model, grid, micro_batch_size=2) if axis == "pipe" else None
 
     def step() -> Tensor:
         if pipeline is not None:
@@ -300,20 +301,20 @@ def _train_network(
     model = parallelize(_Classifier(network).train(), grid, dtype=torch.bfloat16)
     stored = _take_over(model, grid, sparsity)
     generator = torch.Generator(grid.device).manual_seed(grid.coordinate("batch"))
-    shape = (setting.batch, 3, width, width)
+    shape = (setting.images, 3, width, width)
     images = torch.randn(shape, generator=generator, device=grid.device).to(torch.bfloat16)
-    labels = torch.randint(10, (setting.batch,), generator=generator, device=grid.device)
+    labels = torch.randint(10, (setting.images,), generator=generator, device=grid.device)
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e9
 
     def step() -> Tensor:
-        loss: Tensor = model(images, labels) / (setting.batch * ranks)
+        loss: Tensor = model(images, labels) / (setting.images * ranks)
         loss.backward()
         stored.step(1e-4)
         return loss.detach() * ranks
 
     with count_collectives(grid) as counts:
         step()
-    found = _time(step, grid.device, setting.steps - 2, setting.batch * ranks)
+    found = _time(step, grid.device, setting.steps - 2, setting.images * ranks)
     sent = counts.bytes_by_axis()
     return found | {"parameters": parameters, "megabytes_sent": sent.get("data", sent.get("batch", 0)) / 1e6}
 

@@ -19,7 +19,7 @@ def test_an_unknown_part_is_refused_before_anything_is_trained():
 @pytest.mark.long
 def test_pruned_models_send_what_is_left(ranks, tmp_path, monkeypatch):
     start_on_pool(monkeypatch, pruned, ranks)
-    setting = PrunedSetting(parts=("state", "steps", "networks"), ranks=2, batch=4, steps=3, cpu=True)
+    setting = PrunedSetting(parts=("state", "steps", "networks"), ranks=2, batch=4, images=4, steps=3, cpu=True)
     pruned.BENCH(setting, tmp_path)
     assert (tmp_path / "pruned-state.png").exists()
     names = ("state", "steps", "networks")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stretto.execution import StateOptions
 from stretto.memory import failures
+from stretto.ops.symmetric import BLOCKS, symmetric_product
 from stretto.optim.sparse import BitmapIndex
 from stretto.optim.sparse.masks import pack
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
@@ -21,6 +22,7 @@ _ADAMW = "optim.adamw_kernel._adamw"
 _HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
+_TRIANGLE = "ops.symmetric.multiply_triangle"
 _PRUNED = "optim.sparse.kernels._compress", "optim.sparse.kernels._expand"
 
 
@@ -176,6 +178,28 @@ class PrunedWeightsCase(StressCase):
         return [Check(one, right) for one, right in zip((left, wide), self._expected[entry], strict=True)]
 
 
+class SymmetricCase(StressCase):
+    """Symmetric products of small integers, which are exact: those of torch in fp64."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        m, k = (1096, 513) if team.is_cuda else (40, 24)
+        self._blocks = BLOCKS if team.is_cuda else BLOCKS._replace(m=16, n=16, k=16)
+        self._inputs = [team.integers((m, k), entry, team.rank, low=-3, high=4).half() for entry in range(ENTRIES)]
+        added = [team.integers((m, 1), entry, "added", low=-9, high=10).half() for entry in range(ENTRIES)]
+        self._added = [one + one.T for one in added]
+        pairs = zip(self._inputs, self._added, strict=True)
+        self._expected = [(2 * a.double() @ a.double().T - added.double()).to(a.dtype) for a, added in pairs]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
+        found = symmetric_product(
+            self._inputs[entry], alpha=2.0, added=self._added[entry], beta=-1.0, blocks=self._blocks
+        )
+        return [Check(found, self._expected[entry])]
+
+
 class HashCase(StressCase):
     """Hashes of words of 4, 2 and 1 bytes (`train.verify_steps`), which must be those of torch's operators."""
 
@@ -208,6 +232,7 @@ def list_configurations() -> list[Configuration]:
     return [
         Configuration("weights/hash", "optimizer", (_HASH,), "hashes that replicas compare", HashCase),
         Configuration("optimizer/pruned", "optimizer", _PRUNED, "compressed, added up and expanded", PrunedWeightsCase),
+        Configuration("optimizer/symmetric", "optimizer", (_TRIANGLE,), "half of a symmetric product", SymmetricCase),
         Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
         Configuration(
             "optimizer/mixed", "optimizer", _MIXED, "AdamW and SGD on split bf16 weights", MixedPrecisionCase

@@ -22,8 +22,9 @@ from tests.tiles import test_puts
 from tests.tiles.machine_code import make_channel
 
 from stretto import tiles
-from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary
+from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary, symmetric
 from stretto.ops.embedding import backward_kernel, forward_kernel, move_rows
+from stretto.ops.gemm import describe_gemm
 from stretto.ops.joint.kernel import add_rows
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
@@ -50,6 +51,7 @@ from stretto.train import bit_hash_kernel
 FLOATS = torch.zeros(256)
 WORDS = torch.zeros(256, dtype=torch.int32)
 LONGS = torch.zeros(64, dtype=torch.int64)
+HALVES = torch.zeros(256, 256, dtype=torch.bfloat16)
 
 
 class Launch(NamedTuple):
@@ -249,6 +251,12 @@ def launch_begin_of_a_call() -> Launch:
     return Launch(begin_call, (make_channel(), producer, None, 0, True, 32), {"num_warps": 4})
 
 
+def launch_triangle() -> Launch:
+    gemm, a, b, _ = describe_gemm(HALVES, HALVES, None, symmetric.BLOCKS)
+    options = {"num_warps": symmetric.BLOCKS.num_warps, "num_stages": symmetric.BLOCKS.num_stages}
+    return Launch(symmetric.multiply_triangle, (gemm, a, b, HALVES, HALVES, 2.0, 0.5), options)
+
+
 LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.all_gather_matmul.all_gather_gemm_by_copies": lambda: launch_operator("gather", operators.WIDE),
     "ops.all_gather_matmul.all_gather_gemm_by_programs": lambda: launch_operator(
@@ -322,6 +330,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         move_rows.copy_rows_of_ranks, (LONGS, LONGS, FLOATS.bfloat16(), 0, 4096, 1024, 4096, 1024), {"num_warps": 4}
     ),
     **{name: lambda launch=launch: Launch(*launch()) for name, launch in decoding.LAUNCHES.items()},
+    "ops.symmetric.multiply_triangle": launch_triangle,
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,

@@ -21,7 +21,7 @@ from stretto.parallel.comm.collectives import Pending, start_all_to_all
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Box, ParameterLayout
 
-_ROUND = 1 << 24  # numbers that an owner has at once: 32 MiB of bf16
+_ROUND = 1 << 24  # numbers that an owner has at once, or one matrix if that is larger: 32 MiB of bf16
 
 
 @dataclass(frozen=True)
@@ -279,13 +279,15 @@ def _assign(matrices: Sequence[_Held], ranks: int) -> list[list[_Matrix]]:
 
 
 def _divide(matrices: Sequence[_Held], ranks: int) -> list[list[_Held]]:
-    """Cut a sequence of matrices into rounds of about `_ROUND` numbers an owner."""
+    """Cut a sequence of matrices into rounds of about `_ROUND` numbers an owner; each has a matrix, so that none waits
+    while another iterates the only one of a round."""
     rounds: list[list[_Held]] = []
+    most = max((prod(matrix[2]) for matrix in matrices), default=0)
     room = 0
     for matrix in matrices:
         if room <= 0:
             rounds.append([])
-            room = _ROUND * ranks
+            room = max(_ROUND, most) * ranks
         rounds[-1].append(matrix)
         room -= prod(matrix[2])
     return rounds

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.axes import STAGE_AXES
 from stretto.memory import failures
+from stretto.ops.symmetric import suits_symmetric, symmetric_product
 from stretto.optim.adamw import AdamW, call, local
 from stretto.optim.matrix_owners import MatrixExchange, MatrixOwners
 from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
@@ -46,11 +47,15 @@ class NewtonSchulz(NamedTuple):
         a, b, c = self.coefficients
         is_tall = matrix.shape[-2] > matrix.shape[-1]
         x = matrix.mT if is_tall else matrix
-        x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)
+        x = (x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=self.eps)).contiguous()
         multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
         for _ in range(self.steps):
-            gram = x @ x.mT
-            update = multiply(gram, gram, gram, beta=b, alpha=c)
+            if suits_symmetric(x):
+                gram = symmetric_product(x)
+                update = symmetric_product(gram, alpha=c, added=gram, beta=b)
+            else:
+                gram = x @ x.mT
+                update = multiply(gram, gram, gram, beta=b, alpha=c)
             x = multiply(x, update, x, beta=a)
         return x.mT if is_tall else x
 
