@@ -71,7 +71,8 @@ def embedding_all_to_all_update(
         known = accept_tables(tables, device)
         count = operator.index(require_input(indices, offsets, len(tables), weights, mode, batch, world))
         agreed = known.dims, known.dtype, count, False, indices.dtype
-        _require_gradient(grad, count // world, *agree_on_placement(group_name, device, name, *agreed), device)
+        width, dtype = agree_on_placement(group_name, device, name, *agreed)
+        _require_gradient(grad, count // world, width, dtype, device)
         require_step(update, known.rows, known.dims, known.dtype, device)
         detached = [table.detach() for table in tables]
         if update.cached is not None:
