@@ -81,7 +81,6 @@ def measure_rows(
     measure: Measure,
     keep: Callable[[list[Case]], Any],
 ) -> list[Case]:
-    """The job of each rank; rank 0 keeps the rows."""
     grid = Grid(data=ranks, device=device)
     rows: list[Case] = []
     for case, number in zip(cases, predicted, strict=True):
@@ -96,7 +95,6 @@ def measure_rows(
 
 
 def _measure_with_nvshmem(ranks: int, cases: Sequence[Case], measure: Measure) -> list[Case]:
-    """The job of each rank."""
     import torch.distributed._symmetric_memory as symmetric
 
     grid = Grid(data=ranks)
@@ -125,7 +123,6 @@ def time_milliseconds(
 
 
 def run_pass(function: Callable[..., Tensor], operands: Sequence[Tensor], has_gradients: bool) -> list[Tensor]:
-    """Returns the output, or the gradients of all operands."""
     if not has_gradients:
         with torch.no_grad():
             return [function(*operands)]

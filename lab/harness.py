@@ -232,8 +232,7 @@ class Declaration:
         scope: dict[str, Any] = {"__name__": self.module}
         part = ast.Module([each for each in body if each in needed], type_ignores=[])
         exec(compile(part, path, "exec"), scope)  # of this checkout's own file
-        settings: type[Any] = scope[self.settings]
-        return settings
+        return scope[self.settings]
 
 
 def _imported_name(alias: ast.alias) -> str:

@@ -105,7 +105,6 @@ def _about(setting: InferenceSetting, ranks: int) -> dict[str, Any]:
 
 
 def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[str, Any]]:
-    """The job of each rank; returns the rows."""
     grid = Grid(x=ranks, device=None if torch.cuda.is_available() else "cpu")
     rows: list[dict[str, Any]] = []
     peers = {*PEERS[:3]}.difference(setting.skip) if ranks == 1 else set()

@@ -47,7 +47,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.processes import fork_program
+from tests.processes import LIMIT, fork_program
 
 POOL_SIZE = 8
 FEW = 4  # workers that are started at first: the others only for a job of more ranks
@@ -566,3 +566,14 @@ def _pickle_error(error: BaseException) -> bytes | None:
     except Exception:  # noqa: BLE001  (a class's own __reduce__ or __init__ may raise anything)
         return None
     return pickled
+
+
+def run_processes(function: Callable[[int, str], None], folder: Path) -> None:
+    """Run function(rank, folder) in three processes that are no pool's, as some of them are killed, until all end."""
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=function, args=(rank, str(folder))) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT)
+        process.kill()

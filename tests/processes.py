@@ -133,7 +133,6 @@ class PythonServer:
 
     @property
     def python(self) -> str:
-        """The path of the executable."""
         if self._folder is None:
             self._start()
         return str(Path(self._folder or "", "python"))
@@ -280,7 +279,6 @@ class _Server:
         self._request: tuple[dict[str, Any], list[int]] | None = None
 
     def wait(self) -> None:
-        """Wait for the first request."""
         while not any(key.data == self._accept for key, _ in self._selector.select(1.0)):
             if os.getppid() != self._parent:
                 self._end()

@@ -36,7 +36,6 @@ class Instruction:
 
     @property
     def written(self) -> frozenset[int]:
-        """The registers that it writes."""
         if self.operation.startswith((*_WITHOUT_RESULT, "ISETP", "FSETP", "DSETP", "HSETP")) or not self.operands:
             return frozenset()
         found = re.match(r"R(\d+)", self.operands[0])
@@ -44,7 +43,6 @@ class Instruction:
 
     @property
     def read(self) -> frozenset[int]:
-        """The registers that it reads."""
         has_result = bool(self.written)
         found = set()
         for operand in self.operands[has_result:]:

@@ -3,7 +3,6 @@
 
 import copy
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -181,8 +180,11 @@ MADE_UP = '    Axis("sheaf", "made up by a test", sums_gradients=True),\n'
 """One line, before z: an axis that splits neither the batch nor weights, and over which gradients are summed."""
 
 
-def with_made_up_axis(program: str, ranks: int = 1) -> list[dict]:
-    """Return what `program`, which leaves a dict `found`, finds on every rank where AXES has one line more."""
+def with_made_up_axis(program: str, ranks: int = 0, imports: str = "") -> list[dict]:
+    """Return what `program`, which leaves a dict `found`, finds where AXES has one line more.
+
+    ranks: of as many processes, which are forked after `imports`; 0: of the one that imports.
+    """
     source = Path(axes.__file__).read_text()
     (z,) = re.finditer(r'^ +Axis\(\s*"z"', source, re.MULTILINE)
     changed = source[: z.start()] + MADE_UP + source[z.start() :]
@@ -192,23 +194,31 @@ def with_made_up_axis(program: str, ranks: int = 1) -> list[dict]:
         "sys.modules['stretto.axes'] = module\n"
         f"exec(compile({changed!r}, 'axes.py', 'exec'), module.__dict__)\n"
     )
-    command = [sys.executable, "-c", head + program + "\nprint('FOUND ' + json.dumps(found))\n"]
-    launched = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)]
-    processes = [
-        subprocess.Popen(
-            command, env=os.environ | (of_rank if ranks > 1 else {}), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for of_rank in launched
-    ]
-    results = []
-    for process in processes:
-        try:
-            output, errors = process.communicate()
-        finally:
-            process.kill()
-        assert process.returncode == 0, errors.decode()
-        results += [json.loads(line[6:]) for line in output.decode().splitlines() if line.startswith("FOUND ")]
-    return results
+    if ranks:
+        compiled = f"PROGRAM = compile({imports + program!r}, 'program.py', 'exec')"
+        program = f"{imports}\n{compiled}\n{FORKED}run_all({ranks})\n"
+    else:
+        program += "\nprint('FOUND ' + json.dumps(found))\n"
+    done = subprocess.run([sys.executable, "-c", head + program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+
+
+FORKED = """
+import multiprocessing, os
+
+def run(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    names = {}
+    exec(PROGRAM, names)
+    return names["found"]
+
+def run_all(ranks):
+    os.environ["WORLD_SIZE"] = str(ranks)
+    with multiprocessing.get_context("fork").Pool(ranks) as pool:  # each waits for the others, so each runs one
+        for found in pool.map(run, range(ranks), chunksize=1):
+            print("FOUND " + json.dumps(found))
+"""
 
 
 def test_an_axis_that_is_added_in_one_place_has_its_place_among_axes_and_groups():
@@ -308,10 +318,9 @@ def test_options_and_timeline_know_an_axis_that_is_added_in_one_place():
     }
 
 
-TRAINING = """
+IMPORTS = """
 import os, torch
 import torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + FOLDER + "/store", rank=int(os.environ["RANK"]), world_size=4)
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, count_collectives, gather, layout_of, parallelize, validate
 from stretto.parallel.layers.dropout import ParallelDropout
@@ -321,7 +330,10 @@ from stretto.train.config.gpt import RunConfig
 from stretto.train.optimizer import build_optimizer
 from pathlib import Path
 from dataclasses import replace
-
+import torch.distributed.tensor, stretto.parallel.install, stretto.parallel.place, stretto.parallel.resolve
+"""
+TRAINING = """
+dist.init_process_group("gloo", init_method="file://" + FOLDER + "/store", rank=int(os.environ["RANK"]), world_size=4)
 config = GPTConfig(layers=2, hidden=16, heads=2, vocab=32, max_seq_len=8)
 
 def make(seed=0):
@@ -401,7 +413,7 @@ found["sizes"] = sizes_refused
 @pytest.mark.long
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_grid_layouts_gradients_and_checkpoints_know_an_axis_that_is_added_in_one_place(tmp_path):
-    results = with_made_up_axis(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING, ranks=4)
+    results = with_made_up_axis(f"FOLDER = {str(tmp_path)!r}\n" + TRAINING, ranks=4, imports=IMPORTS)
     assert len({tuple(found["dropped"]) for found in results}) == 4  # other tokens, other parts of dropout's mask
     for rank, found in enumerate(results):
         sheaf, z = divmod(rank, 2)

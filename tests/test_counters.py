@@ -101,12 +101,7 @@ def test_counters_of_before_the_file_was_made_are_in_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "counters.note('step', 3)",
-        "counters.note('step', 4)",
-        "counters.advance()",
-        "counters.enter_collective(index)",
-    ],
+    ["counters.note('step', 3)", "counters.note('step', 4)", "counters.advance()", "counters.enter_collective(index)"],
 )
 def test_each_kind_of_progress_shows(rank: Rank, code: str) -> None:
     rank.do("index = counters.group_index('3', 'data', (0, 2)); counters.note('step', 3)")

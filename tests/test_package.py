@@ -35,7 +35,6 @@ def is_kept(path: Path) -> bool:
 
 
 def list_files(folder: Path) -> set[str]:
-    """The files below a folder, as paths relative to it."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {str(path) for path in files if is_kept(path)}
 
@@ -63,7 +62,6 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist's files."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")

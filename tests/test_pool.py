@@ -206,7 +206,7 @@ def test_closing_a_pool_leaves_no_process_and_no_file():
     pids, folder = pool.pids(), pool._folder
     pool.close()
     assert set(multiprocessing.active_children()) == children
-    assert not any(is_running(pid) for pid in pids)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert not folder.exists()
 
 
@@ -242,15 +242,7 @@ def test_an_interrupted_pytest_leaves_no_process(ending, tmp_path, short_path):
     *pids, folder = line.partition("workers ")[2].split()
     child.send_signal(ending)
     child.communicate()
-    while any(is_running(int(pid)) for pid in pids):
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.05)
     if ending == signal.SIGINT:  # nothing can tidy up after SIGKILL
         assert not Path(folder).exists()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

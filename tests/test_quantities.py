@@ -3,13 +3,7 @@
 
 import pytest
 
-from stretto.quantities import (
-    read_bandwidth,
-    read_bytes,
-    read_seconds,
-    show_nanoseconds,
-    whole_nanoseconds,
-)
+from stretto.quantities import read_bandwidth, read_bytes, read_seconds, show_nanoseconds, whole_nanoseconds
 
 
 @pytest.mark.parametrize(

@@ -235,11 +235,7 @@ def test_no_modules_import_each_other_in_a_circle():
 OF_OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 OF_OBJECTS |= {"send_object_list", "recv_object_list"}
 # Of a process that this one has started itself, and of torch's own files, by an unpickler that makes no other classes.
-UNPICKLE = {
-    "collectives/executor/processes.py",
-    "train/checkpoint/storage.py",
-    "train/checkpoint/torch_format.py",
-}
+UNPICKLE = {"collectives/executor/processes.py", "train/checkpoint/storage.py", "train/checkpoint/torch_format.py"}
 
 
 def test_nothing_unpickles_what_another_rank_sends():

@@ -52,7 +52,6 @@ class Row:
 
 
 def measure_cases(setting: CompileSetting) -> Iterator[Row]:
-    """Compile and verify each case in its own process."""
     for name, sizes in COMPILED_CASES:
         if setting.largest is None or count_case_ranks(sizes) <= setting.largest:
             with get_context("spawn").Pool(1) as pool:

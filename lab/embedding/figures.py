@@ -77,7 +77,6 @@ class Row:
 
 
 def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]:
-    """The job of each rank; returns the rows."""
     if setting.nodes:
         os.environ["STRETTO_NODES"] = setting.nodes
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
@@ -155,7 +154,6 @@ def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.dev
 def _list_runs(
     study: str, default: LaunchConfig, look_up: Callable[[LaunchConfig], Tensor], look_up_each: Callable[[], None]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """The launches of a study, by name."""
     changed: dict[str, LaunchConfig] = {}
     match study:
         case "occupancy":

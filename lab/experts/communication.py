@@ -100,12 +100,10 @@ class ExpertsSetting:
 
     @property
     def head(self) -> int:
-        """Width of a head."""
         return 128 if self.on_gpus else 16
 
     @property
     def ranks(self) -> int:
-        """Number of processes that are started."""
         return self.data * self.x
 
     @property
@@ -115,7 +113,6 @@ class ExpertsSetting:
 
     @property
     def model(self) -> GPTConfig:
-        """The GPT that is trained."""
         sizes: dict[str, Any] = {
             "vocab": 256,
             "max_seq_len": self.seq_len,
@@ -144,7 +141,6 @@ class Row:
 
 
 def compare_runs(setting: ExpertsSetting) -> Measured:
-    """Predict, print that, and measure."""
     name = "experts-gpus" if setting.on_gpus else "experts"
     predictions = {bar.name: predict_bytes(setting, bar) for bar in BARS}
     if setting.only_predicts:

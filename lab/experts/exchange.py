@@ -156,7 +156,6 @@ def _predict(ranks: int, cluster: Cluster, model: str, routing: str, kind: str, 
 
 
 def measure(grid: Grid, model: str, routing: str, kind: str, tokens: int) -> Case:
-    """The columns of a row."""
     sizes = _sizes(grid, model, tokens)
     if kind in TENSOR_KINDS:
         return tensor_parallel.TensorParallel(sizes, routing, grid.device).measure(kind)
@@ -199,7 +198,6 @@ class _Exchange:
         self.max_rows, self.most_bytes = most.tolist()
 
     def about(self) -> Case:
-        """Columns of all kinds."""
         load = load_of(self.ids, self.experts)
         sent = {"choice_megabytes": self.choice_bytes / 1e6, "megabytes": self.bytes / 1e6}
         return {"tokens": len(self.x), "load": load, **sent}

@@ -93,7 +93,6 @@ class Row:
 
 
 def run_attention(setting: AttentionSetting, out: Path) -> Measured:
-    """Predict all rows, or measure them."""
     assert setting.ranks is not None
     cases, name = setting.cases(), f"attention-{setting.ranks}"
     about = {"ranks": setting.ranks, "heads": HEADS, "kv_heads": KV_HEADS, "size": SIZE}
@@ -135,7 +134,6 @@ def describe_cuts(documents: tuple[int, ...], ranks: int, row_bytes: int) -> str
 
 
 def measure(grid: Grid, sequence: int, mask: str, kind: str) -> Case:
-    """The columns of a row."""
     return _Attention(sequence, mask, grid).measure(kind == "backward")
 
 

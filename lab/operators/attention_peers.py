@@ -55,8 +55,7 @@ def by_ulysses(group: dist.ProcessGroup, causal: bool, q: Tensor, k: Tensor, v: 
 
     def exchange(parts: Tensor) -> Tensor:
         came = collectives.all_to_all_single_autograd(parts.contiguous(), [1] * ranks, [1] * ranks, group)
-        found: Tensor = _ContiguousGradient.apply(came)
-        return found
+        return _ContiguousGradient.apply(came)
 
     heads = (each.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4) for each in (q, k, v))
     whole = (exchange(each).flatten(0, 1).permute(1, 2, 0, 3) for each in heads)

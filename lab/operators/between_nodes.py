@@ -54,7 +54,6 @@ class Row:
 
 
 def measure_operators(setting: OperatorsBetweenNodesSetting) -> list[Row]:
-    """Measure all rows."""
     from stretto.bench.harness import run_ranks
 
     assert setting.ranks is not None

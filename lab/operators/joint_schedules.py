@@ -75,7 +75,6 @@ class Row:
 
 
 def run_joint_schedules(setting: JointSchedulesSetting, out: Path) -> Measured:
-    """Measure and simulate all rows."""
     assert setting.ranks is not None
     name = f"joint-schedules-{setting.ranks}"
     cases = [{"operator": kind, "m": m} for kind in setting.operators for m in setting.ms]
@@ -85,7 +84,6 @@ def run_joint_schedules(setting: JointSchedulesSetting, out: Path) -> Measured:
 
 
 def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -> Case:
-    """The columns of a row."""
     name, world, device = OPERATORS[operator], dist.get_world_size(), grid.device
     m, n, k = local_shape(operator, setting.case, m, world) if device.type == "cuda" else (4 * world, 16, 16)
     operands = RotatingOperands.make(name, m, n, k, None, torch.bfloat16, device)

@@ -104,7 +104,6 @@ class Row:
 
 
 def run_products(setting: ProductsSetting, out: Path) -> Measured:
-    """Predict all rows, or measure them."""
     assert setting.ranks is not None
     cases, dtype = list_cases(setting), setting.dtype
     name = f"products-{setting.ranks}" + ("" if dtype == "bf16" else f"-{dtype}")
@@ -147,7 +146,6 @@ def _predict(ranks: int, dtype: str, cluster: Cluster, operator: str, case: str,
 
 
 def measure(setting: ProductsSetting, grid: Grid, operator: str, case: str, m: int) -> Case:
-    """The columns of a row."""
     sizes = _sizes(operator, case, m, dist.get_world_size())
     if grid.device.type == "cpu":
         sizes = (64, 32, 32)

@@ -8,7 +8,6 @@ for each number that is left in place of the bitmap. A copy moves each number tw
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from statistics import median
 from typing import Annotated, Any, get_args
 
@@ -77,15 +76,12 @@ def copy_numbers(source, out, size, BLOCK: tl.constexpr):  # type: ignore[no-unt
 
 
 def run_sparse(setting: SparseSetting) -> list[Row]:
-    """Measure all rows on one GPU."""
     if not setting.cpu and not count_gpus():
         raise ValueError("this takes a GPU, and this machine has none; --cpu tries it without")
-    rows: list[Row] = run_ranks(1, measure_all, setting, trains=False)
-    return rows
+    return run_ranks(1, measure_all, setting, trains=False)
 
 
 def measure_all(setting: SparseSetting) -> list[Row]:
-    """The job of the one rank."""
     device = Grid(device="cpu" if setting.cpu else None).device
     return _measure_kernels(setting, device) + ([] if setting.variants else _measure_layers(setting, device))
 
@@ -152,15 +148,16 @@ def _list_runs(
         ]
         return [(*call, moved) for call, moved in zip(calls, rates, strict=True)]
     found = []
-    for warps, turns in product((1, 2, 4), repeat=2):
-        shape, every = {"warps": warps, "turns": turns}, (0, index.count)
+    every = (0, index.count)
+    for turns in (1, 2, 4):
+        shape = {"turns": turns}
         calls = [
             ("compress", partial(index.launch_compress, dense, left, *every, False, **shape)),
             ("compress and add", partial(index.launch_compress, dense, left, *every, True, **shape)),
             ("expand", partial(index.launch_expand, left, whole, *every, [], **shape)),
         ]
         for (name, call), moved in zip(calls, rates, strict=True):
-            found.append((f"{name}, {warps} warps x {turns} blocks", call, moved))
+            found.append((f"{name}, {turns} blocks a warp", call, moved))
     return found
 
 

@@ -115,9 +115,7 @@ class Message:
 
 
 def study_collectives(
-    machines: Iterable[str] = tuple(MACHINES),
-    ranks: Iterable[int] = RANKS,
-    sizes: Iterable[int] = SIZES,
+    machines: Iterable[str] = tuple(MACHINES), ranks: Iterable[int] = RANKS, sizes: Iterable[int] = SIZES
 ) -> Iterator[Measured | Compared]:
     """Simulate all cells, compare them with what is published, and repeat those of the curves.
 
@@ -160,7 +158,6 @@ def study_collectives(
 
 
 def simulate_cell(machine: StudiedMachine, collective: Collective, ranks: int, mb: int) -> Cell:
-    """Simulate one collective on `ranks` ranks."""
     num_bytes = mb * MIB
     protocol = machine.choose_protocol(num_bytes, ranks)
     flat, mpi = machine.flat_seconds(num_bytes, ranks), machine.mpi_seconds(num_bytes, ranks)
@@ -291,7 +288,6 @@ def _messages() -> Iterator[Message]:
 def _drawing_cells(
     data: dict[str, Any], picture: Path, height: float
 ) -> "Iterator[tuple[Chart, list[tuple[Axes, list[Any]]]]]":
-    """A picture of a panel a machine and collective, and the cells of each."""
     from lab.style import drawing
 
     machines, collectives = (list(dict.fromkeys(row[key] for row in data["rows"])) for key in ("machine", "collective"))

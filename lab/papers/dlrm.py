@@ -127,12 +127,10 @@ def study_dlrm() -> Iterator[Measured | Compared]:
 
 
 def _columns(*keys: str) -> tuple[Column, ...]:
-    """The columns of `Times` with these keys."""
     return tuple(each for each in columns_of(Times) if each.key in keys)
 
 
 def torus_of(ranks: int) -> NetworkTopology:
-    """The paper's torus."""
     return torus(SIZES[ranks], BANDWIDTH, LATENCY)
 
 

@@ -124,7 +124,6 @@ class ClusterSimulation:
 
 
 def on_cluster(name: str) -> ClusterSimulation:
-    """A cluster of the paper by its preset."""
     return ClusterSimulation(Cluster.preset(name), MachineCosts.find(COSTS[name]))
 
 
@@ -215,7 +214,6 @@ def _rows(study: str, variant: str, times: Times, baseline: Times, claim: float 
 
 
 def study_msccl() -> Iterator[Measured | Compared]:
-    """Simulate all figures."""
     all_reduce = [1 << power for power in (12, 16, 20, 24, 28, 30, 32)]
     large, every = ([1 << power for power in range(first, 31, 2)] for first in (18, 10))
     rows: list[Row] = []

@@ -36,10 +36,7 @@ HIDDEN = {
 ALL_HIDDEN = HIDDEN["OAR + ORS + OAG"]
 OVERLAPPED_MODELS, OVERLAPPED_GPUS = ("gpt-20b", "gpt-40b", "gpt-80b"), 8192
 PUBLISHED_DAYS = {tuple(run): days for *run, days in read_paper("singh")["figure-5-7"]["days"]}
-STRONG_GPUS = {
-    "gpt-80b": (128, 256, 512, 1024, 2048, 4096, 8192),
-    "gpt-640b": (512, 1024, 2048, 4096, 8192),
-}
+STRONG_GPUS = {"gpt-80b": (128, 256, 512, 1024, 2048, 4096, 8192), "gpt-640b": (512, 1024, 2048, 4096, 8192)}
 # FLOP/s that products reach in training, and where that is from.
 IN_TRAINING = {
     "frontier": (0.55 * 191.5e12, "Singh, section 5.1.3: products but the slowest reach 55% of the peak"),

@@ -114,7 +114,6 @@ def simulate_zero3(machine: StudiedMachine, model: str, ranks: int, batch: int) 
 def _seconds(
     machine: str, library: Library, ranks: int, collective: Collective, num_bytes: float, *, is_event: bool
 ) -> float:
-    """Seconds of one collective by a library."""
     studied = MACHINES[machine]
     if library == "vendor":
         if is_event:

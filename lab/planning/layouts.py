@@ -86,7 +86,6 @@ class LayoutsSetting:
 
 
 def run_layouts(setting: LayoutsSetting, out: Path) -> Iterator[Measured] | Measured:
-    """Measure the layouts, or predict them alone."""
     file = read_layouts(setting.file).choose(setting.only)
     file = shrink(file) if setting.small else file
     if setting.cluster is not None:

@@ -92,7 +92,6 @@ class Summary:
 
 
 def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
-    """The steps of a folder of measured grids."""
     cluster = Cluster.load(folder / "probed.toml")
     measured = _read(folder / "plan.json")
     models = {each["workload"]: each["model"] for each in _read(folder / "predictions.json")["workloads"]}
@@ -161,8 +160,7 @@ def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"there is no file {file}: lab/results/plan and `python -m lab overlap` have such results")
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    return json.loads(file.read_text())
 
 
 def plot_simulated_steps(data: dict[str, Any], picture: Path) -> None:

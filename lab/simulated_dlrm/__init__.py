@@ -2,14 +2,7 @@
 """A DLRM's training step with look-up and all-to-all separate or fused, on any network."""
 
 from lab.simulated_dlrm.exchange import EXCHANGES
-from lab.simulated_dlrm.kernels import (
-    H200,
-    KERNELS,
-    MI210,
-    KernelRates,
-    RecommendationStep,
-    find_kernels,
-)
+from lab.simulated_dlrm.kernels import H200, KERNELS, MI210, KernelRates, RecommendationStep, find_kernels
 from lab.simulated_dlrm.step import (
     FIDELITIES,
     FUSIONS,

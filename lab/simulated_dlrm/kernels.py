@@ -145,7 +145,6 @@ KERNELS = {"h200": H200, "mi210": MI210}
 
 
 def find_kernels(name: str) -> KernelRates:
-    """The rates of a GPU by name. ValueError for one that is not known."""
     if name not in KERNELS:
         raise ValueError(f"there are no kernel times of {name!r}{name_known(name, KERNELS)}")
     return KERNELS[name]

@@ -173,8 +173,8 @@ def _fused_lookup(builder: GraphBuilder, exchange: Exchange, seconds: float, pai
     """Look slices up and send each immediately; a rank's own last. Returns each rank's own and arriving slices."""
     place = {rank: number for number, rank in enumerate(exchange.ranks)}
     arrived: list[list[int]] = [[] for _ in place]
+    share = _remote_share(exchange) * seconds
     for rank in exchange.ranks:
-        share = _remote_share(exchange, rank) * seconds
         sent: deque[int] = deque()
         for slice in exchange.slices(rank):
             made = builder.compute(rank, slice.part * share, name=LOOKUP)
@@ -212,14 +212,14 @@ def _fused_update(
     slices: Sequence[Sequence[tuple[float, int]]],
 ) -> None:
     """Update the tables by a rank's own gradients, and by each slice that arrives."""
+    share = _remote_share(exchange) * seconds
     for rank, own, row in zip(exchange.ranks, gradients, slices, strict=True):
         builder.compute(rank, seconds / exchange.world, after=[own], name=UPDATE)
-        share = _remote_share(exchange, rank) * seconds
         for part, arrived in row:
             builder.compute(rank, part * share, after=[arrived], name=UPDATE)
 
 
-def _remote_share(exchange: Exchange, rank: int) -> float:
+def _remote_share(exchange: Exchange) -> float:
     """The part of a rank's look-ups that a slice of part 1 is: for one peer, or for all at once."""
     peers = 1 if len(exchange.ranks) == 1 else exchange.world - 1
     return (exchange.world - 1) / exchange.world / peers

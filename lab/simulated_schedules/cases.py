@@ -45,7 +45,6 @@ class MeasuredSchedule:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return math.prod(value for _, value in self.parameters)
 
     @property

@@ -69,8 +69,7 @@ def get(costs: MachineCosts, parameter: Parameter) -> float:
     """A figure of the costs."""
     executor, protocol, name = parameter
     of = costs.executors[executor]
-    value: float = getattr(of.protocols[protocol] if protocol else of, name)
-    return value
+    return getattr(of.protocols[protocol] if protocol else of, name)
 
 
 def put(costs: MachineCosts, values: Mapping[Parameter, float]) -> MachineCosts:

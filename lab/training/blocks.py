@@ -211,7 +211,6 @@ def _compare(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_model(setting: BlocksSetting, name: str, ranks: int, is_small: bool) -> list[dict[str, Any]]:
-    """The job of each rank; returns the rows of one model."""
     world = Grid(z=ranks)
     make, draw, samples = _models(is_small, setting.layers)[name]
     samples = samples if setting.samples is None else setting.samples

@@ -73,7 +73,6 @@ def train_runs(setting: CurvesSetting) -> Iterator[Measured]:
 
 
 def configure(model: str, name: str, setting: CurvesSetting, out: Path) -> TrainConfig:
-    """The configuration of a run."""
     return make_run(f"{EXAMPLES[model]} {ALL} {RUNS[model][name]}", setting.steps, out)
 
 

@@ -189,12 +189,7 @@ def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
     """Make this rank's parts of a few global batches, on its device."""
     config = setting.config()
     clicks = SyntheticClicks(
-        BATCHES * setting.batch,
-        config.rows,
-        config.pooling,
-        dense=config.dense,
-        seed=0,
-        is_jagged=setting.is_jagged,
+        BATCHES * setting.batch, config.rows, config.pooling, dense=config.dense, seed=0, is_jagged=setting.is_jagged
     )
     rows = rank_rows(setting.batch, grid.coordinate("data"), grid.size("data"))
     batches = []

@@ -94,16 +94,10 @@ TRANSFORMERS: Mapping[str, Transformer] = {
         small=_SMALL,
     ),
     "qwen1.5-moe-a2.7b": Transformer(
-        "qwen2_moe",
-        12,
-        _gated(2048, 5632, 16, 16, 151_936, **_qwen2_experts(60, 4, 1408, 5632)),
-        small=_SMALL_QWEN2,
+        "qwen2_moe", 12, _gated(2048, 5632, 16, 16, 151_936, **_qwen2_experts(60, 4, 1408, 5632)), small=_SMALL_QWEN2
     ),
     "qwen2-57b-a14b": Transformer(
-        "qwen2_moe",
-        4,
-        _gated(3584, 18944, 28, 4, 151_936, **_qwen2_experts(64, 8, 2560, 20480)),
-        small=_SMALL_QWEN2,
+        "qwen2_moe", 4, _gated(3584, 18944, 28, 4, 151_936, **_qwen2_experts(64, 8, 2560, 20480)), small=_SMALL_QWEN2
     ),
 }
 

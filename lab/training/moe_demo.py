@@ -52,7 +52,6 @@ class Row:
 
 
 def train_both(setting: MoeDemoSetting) -> Measured:
-    """Train both models."""
     rows, curves = [], {}
     with tempfile.TemporaryDirectory(prefix="stretto-moe-demo-") as folder:
         for name in (MIXTURE, DENSE):
@@ -63,7 +62,6 @@ def train_both(setting: MoeDemoSetting) -> Measured:
 
 
 def configure(name: str, setting: MoeDemoSetting, out: Path) -> TrainConfig:
-    """The configuration of one of the two runs."""
     options = [f"out={out}", "device=cpu", f"train.steps={setting.steps}", f"train.warmup_steps={setting.steps // 8}"]
     return load_example("moe", [*options, *(WITHOUT_EXPERTS if name == DENSE else [])])
 

@@ -39,7 +39,6 @@ class OffloadSetting:
     cpu: Annotated[bool, Option("Small sizes on the CPU: a try, no figure.")] = False
 
     def model(self) -> GPTConfig:
-        """The model that is trained."""
         if self.cpu:
             return replace(LLAMA_7B, layers=2, hidden=64, heads=4, kv_heads=2, ffn=128, vocab=256, max_seq_len=64)
         return replace(LLAMA_7B, layers=self.layers, max_seq_len=self.seq_len)

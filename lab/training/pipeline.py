@@ -117,7 +117,6 @@ class Pace:
         self.free_at = max(self.free_at, time.perf_counter())
 
     def spend(self, seconds: float) -> None:
-        """Compute for so long."""
         self.free_at += seconds
         time.sleep(max(0.0, self.free_at - time.perf_counter()))
 
@@ -197,7 +196,6 @@ class DelayedTransport(SharedMemoryTransport):
     pace = Pace()
 
     def begin_step(self, expected: Any) -> None:
-        """Begin a step."""
         self.pace.free_at = time.perf_counter()
         self._held: dict[MessageKey, tuple[float, list[Tensor | None]]] = {}  # by key: when it is due, and its tensors
         self._reported: set[MessageKey] = set()
@@ -209,13 +207,11 @@ class DelayedTransport(SharedMemoryTransport):
         super().send(destination, key, [*tensors, torch.tensor(due, dtype=torch.float64)])
 
     def poll(self) -> list[MessageKey]:
-        """Report the messages that are due."""
         found = self._find_due()
         self._reported.update(found)
         return found
 
     def wait_any(self) -> MessageKey:
-        """Wait until a message is due."""
         while not (found := self._find_due()):
             if self._held.keys() - self._reported:
                 time.sleep(2e-4)
@@ -227,7 +223,6 @@ class DelayedTransport(SharedMemoryTransport):
         return found[0]
 
     def take(self, key: MessageKey, source: int | None = None) -> list[Tensor | None]:
-        """Take a message once it is due."""
         began = time.perf_counter()
         due, tensors = self._held.pop(key) if key in self._held else _split(super().take(key, source))
         self._reported.discard(key)

@@ -68,7 +68,6 @@ def train_runs(setting: PrecisionSetting) -> Iterator[Measured]:
 
 
 def configure(model: str, name: str, setting: PrecisionSetting, out: Path) -> TrainConfig:
-    """The configuration of a run."""
     return make_run(f"{MODELS[model]} {ALL} model.layers=4 {RUNS[name]}", setting.steps, out)
 
 

@@ -62,7 +62,6 @@ def train_runs(setting: PrunedCurvesSetting) -> Iterator[Measured]:
 
 
 def configure(name: str, setting: PrunedCurvesSetting, text: Path, out: Path) -> TrainConfig:
-    """The configuration of a run."""
     shape = "layers=2 hidden=64 heads=4" if setting.cpu else "layers=12 hidden=768 heads=12"
     options = [f"model.{each}" for each in shape.split()]
     options += ["device=cpu", "train.seq_len=64"] if setting.cpu else ["train.seq_len=1024"]

@@ -144,7 +144,6 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
 
 
 def has_experts(model: str) -> bool:
-    """True if this model is a mixture of experts."""
     return TRANSFORMERS[model].experts is not None
 
 
@@ -259,7 +258,6 @@ def _name(grid: Mapping[str, int]) -> str:
 def measure_model(
     workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, with_captured: bool, keep: Any
 ) -> list[dict[str, Any]]:
-    """The job of each rank; returns the rows."""
     device = Grid(data=ranks, timeout=TIME_LIMIT).device  # joins the job
     groups = Groups(device)
     runs: list[TrainingRun] = []

@@ -64,7 +64,6 @@ class TransformerWorkload:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation."""
         return torch.float32 if self.is_small else torch.bfloat16
 
     def make(self) -> nn.Module:
@@ -129,7 +128,6 @@ class Groups:
         self._meshes: dict[tuple[int, int], DeviceMesh] = {}
 
     def grid(self, sizes: Mapping[str, Any]) -> Grid:
-        """The grid of these sizes."""
         key = tuple(sizes.items())
         if key not in self._grids:
             self._grids[key] = Grid(**sizes, device=self.device)
@@ -268,8 +266,7 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
 
     def measure_loss(rows: Tensor) -> Tensor:
         if not tensors:
-            loss: Tensor = model(input_ids=rows, labels=rows, **cache).loss
-            return loss
+            return model(input_ids=rows, labels=rows, **cache).loss
         logits = model(input_ids=rows, **cache).logits  # the vocabulary stays sharded
         targets = nn.functional.pad(rows[:, 1:], (0, 1), value=MASKED)
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=MASKED)
@@ -329,12 +326,7 @@ def _compile(model: Any, blocks: list[str], way: Way) -> None:
 
 
 def _shard_fully(
-    model: nn.Module,
-    blocks: list[str],
-    workload: TransformerWorkload,
-    mesh: Any,
-    way: Way,
-    ignored: set[nn.Parameter],
+    model: nn.Module, blocks: list[str], workload: TransformerWorkload, mesh: Any, way: Way, ignored: set[nn.Parameter]
 ) -> None:
     policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=torch.float32)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
@@ -424,10 +416,7 @@ def _shard_tensors(model: Any, blocks: list[str], mesh: Any) -> None:
         "rows": partial(RowwiseParallel, output_layouts=Shard(1)),
         # Mixtures of experts: each rank routes its own tokens, which experts gather themselves (`CutExperts`).
         "own": partial(
-            PrepareModuleInput,
-            input_layouts=(Shard(1),),
-            desired_input_layouts=(Shard(1),),
-            use_local_output=True,
+            PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Shard(1),), use_local_output=True
         ),
         "router": partial(SequenceParallel, sequence_dim=0),
         "own tokens": partial(SequenceParallel, sequence_dim=0, use_local_output=True),

@@ -55,7 +55,6 @@ SCHEDULES: dict[str, Callable[[], list[Schedule]]] = {
 
 
 def measure(given: dict[str, Any]) -> object:
-    """Measure the kind that the settings name."""
     (kind,) = given["only"]
     with mock.patch.dict(os.environ, {"STRETTO_NODES": given["nodes"]}):
         match kind:

@@ -77,7 +77,6 @@ def fill_slots(puts, data, peer, count):  # type: ignore[no-untyped-def]
 
 
 def measure_puts(setting: KernelPutsSetting) -> list[Row]:
-    """Measure both transports."""
     from stretto.bench.harness import run_ranks, shared_where_few
 
     with shared_where_few(2):

@@ -55,12 +55,10 @@ class Network:
 
     @property
     def leaves(self) -> int:
-        """Number of switches."""
         return self.nodes // self.leaf_nodes
 
 
 def namespace_of(node: int) -> str:
-    """The name of a node's namespace."""
     return f"stretto-node{node}"
 
 

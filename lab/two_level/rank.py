@@ -28,7 +28,6 @@ _PROBES = 15
 
 
 def main() -> None:
-    """Run one rank of the bench."""
     serve(lambda given: measure(TwoLevelSetting(**given)))
 
 

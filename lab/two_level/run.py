@@ -56,16 +56,13 @@ class TwoLevelSetting:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def shard_bytes(self) -> list[int]:
-        """Bytes a rank of each size."""
         return [self.smallest << step for step in range(self.sizes)]
 
     def network(self) -> Network:
-        """The network to make."""
         links = {
             "node_bandwidth": self.bandwidth * _MEGABIT,
             "loopback_bandwidth": self.loopback * _MEGABIT,
@@ -88,7 +85,6 @@ class TwoLevelSetting:
         )
 
     def describe(self) -> str:
-        """Return the title of the table."""
         return (
             f"{self.nodes} nodes of {self.ranks_per_node} ranks, {self.bandwidth:g} Mbit/s a node, {self.loopback:g} "
             f"inside, {self.trunk:g} between halves, {self.delay:g} ms; medians of {self.repeats} times"
@@ -151,8 +147,7 @@ def run_nodes(setting: TwoLevelSetting) -> dict[str, Any]:
     """Start one process a rank, each in its node's namespace. Returns rank 0's result."""
     nodes = [rank // setting.ranks_per_node for rank in range(setting.world)]
     limit = _START_LIMIT + _predict_longest(setting)
-    result: dict[str, Any] = run_ranks_on(nodes, "lab.two_level.rank", asdict(setting), limit)
-    return result
+    return run_ranks_on(nodes, "lab.two_level.rank", asdict(setting), limit)
 
 
 def run_ranks_on(nodes: Sequence[int], module: str, given: dict[str, Any], limit: float) -> Any:

@@ -197,8 +197,7 @@ class GridSizes(Mapping[str, int]):
     def __getitem__(self, axis: str) -> int:
         if axis not in NAMES and axis != EXPERT:
             raise KeyError(axis)
-        size: int = self.__dict__[axis]
-        return size
+        return self.__dict__[axis]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._listed)
@@ -239,7 +238,6 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def stage_ranks(self) -> int:
-        """Number of ranks of a pipeline stage."""
         return self.over(STAGE_AXES)
 
     def over(self, axes: Collection[str]) -> int:

@@ -212,7 +212,6 @@ class Recomputation(NamedTuple):
 
     @property
     def is_on(self) -> bool:
-        """True if anything is recomputed."""
         return self.kind != "none"
 
     @property
@@ -430,7 +429,6 @@ class ExecutionOptions:
 
     @cached_property
     def recomputation(self) -> Recomputation:
-        """`recompute`, parsed."""
         return Recomputation.parse(self.recompute)
 
     @property

@@ -11,10 +11,7 @@ UNEVEN_LISTS = "gloo, which runs all-to-alls of lists of CPU tensors, refuses pa
 
 def expected_failures(backend: str, ranks: int) -> dict[str, str]:
     """The tests that fail where stretto takes this backend's place, by name; the same with schedules and without."""
-    failures = {
-        "test_get_backend": NAME,
-        "test_ddp_logging_data_cpu": LOGGER,
-    }
+    failures = {"test_get_backend": NAME, "test_ddp_logging_data_cpu": LOGGER}
     if backend == "gloo" and ranks > 2:
         failures["test_monitored_barrier_gloo"] = NAMED_BY_ALL
         failures["test_monitored_barrier_failure_order"] = NAMED_BY_ALL

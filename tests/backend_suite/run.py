@@ -91,7 +91,6 @@ def leave(*_: object) -> None:
 
 
 def main() -> int:
-    """Run all that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("patterns", nargs="*")
     parser.add_argument("--gpus", action="store_true", help="on two GPUs, in the place of NCCL")

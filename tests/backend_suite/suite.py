@@ -131,7 +131,6 @@ class Result(unittest.TextTestResult):
     passed = 0
 
     def addSuccess(self, test: unittest.TestCase) -> None:
-        """Count it, and name it."""
         super().addSuccess(test)
         self.passed += 1
         if PASSED in os.environ:

@@ -38,7 +38,6 @@ def wait_for_step(out: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    """The ranks of a command."""
     pid = shared_server().process_of(process.pid)
     found = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [child for child in found if b"\0RANK=" in Path(f"/proc/{child}/environ").read_bytes()]

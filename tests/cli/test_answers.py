@@ -167,11 +167,7 @@ def test_help_and_an_unknown_option_import_the_command_alone() -> None:
 
 @pytest.mark.parametrize(
     ("typed", "completed"),
-    [
-        ("stretto pl", ["plan"]),
-        ("stretto bench coll", ["collectives"]),
-        ("stretto plan --vi", ["--virtual-stages"]),
-    ],
+    [("stretto pl", ["plan"]), ("stretto bench coll", ["collectives"]), ("stretto plan --vi", ["--virtual-stages"])],
 )
 def test_completion_imports_no_library(typed: str, completed: list[str]) -> None:
     program = (

@@ -165,16 +165,10 @@ def test_slots_waivers_and_limits_are_options(ring):
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("verify", "not_there.xml"), "not_there.xml: No such file or directory"),
         (("verify", __file__), "not XML"),
-        (("show", "not_there.xml"), "No such file or directory"),
-        (("compile", "rong", "--ranks", 4), "there is no algorithm 'rong'"),
-        (("compile", "not_there.py:f", "--ranks", 4), "not_there.py is no Python file"),
-        (("compile", "ring-all-reduce"), "ring-all-reduce needs 'ranks'"),
         (("compile", "ring-all-reduce", "--ranks", 0), "a collective has 1 to 4096 ranks, not 0"),
         (("compile", "ring-all-reduce", "--ranks", -4), "not -4"),
         (("compile", "ring-all-reduce", "--ranks", 4, "--nodes", 2), "has no parameter 'nodes'"),
-        (("compile", "ring-all-reduce", "--ranks", 4, "--protocol", "LL3"), "the protocols are Simple, LL, LL128"),
         (("compile", "ring-all-reduce", "--ranks", 4, "--instances", 0), "at least 1 instance"),
         (("compile", "ring-all-reduce", "--ranks", 4, "--set", "channels"), "--set takes NAME=NUMBER, not 'channels'"),
         (("compile", "ring-all-reduce", "--ranks", 99, "--limits", "rccl"), "rccl has at most 64"),
@@ -187,7 +181,6 @@ def test_slots_waivers_and_limits_are_options(ring):
         (("run", "ring.xml", "--ranks", 4), "ring.xml is compiled: leave out"),
         (("run", "ring.xml", "--protocol", "LL"), "ring.xml is compiled: leave out"),
         (("compile", "hierarchical-all-reduce", "--nodes", 2, "--gpus", 2, "--ranks", 5), "are not 5 ranks"),
-        (("import-msccl", "not_there.py"), "not_there.py"),
         (("show", "/"), "/: is not a regular file"),
         (("import-msccl", "--yes", "/dev/zero"), "/dev/zero: is not a regular file"),
     ],
@@ -357,7 +350,6 @@ def test_an_unverified_schedule_is_not_run(ring):
         (("--bytes", "0"), "0 is less than one element"),
         (("--bytes", "-1"), "'-1' is no size"),
         (("--bytes", "999999G"), "is too large to be tried on processes"),
-        (("--dtype", "fp8"), "the dtypes are fp64, fp32"),
         (("--reduction", "avg"), "the reductions are sum, max, min, prod, not 'avg'"),
     ],
 )
@@ -404,10 +396,7 @@ def test_a_users_program_prints_to_standard_error_and_fails_in_words(tmp_path):
         assert result.exit_code == 2
         assert f"own.py:{line}: {why}" in result.stderr
         assert result.stdout == ""
-    assert run("compile", f"{own}:wordy", "--ranks", 2).stderr.splitlines() == [
-        "hello",
-        "stretto: two lines",
-    ]
+    assert run("compile", f"{own}:wordy", "--ranks", 2).stderr.splitlines() == ["hello", "stretto: two lines"]
     assert "own.py:20: ValueError: " in run("compile", f"{own}:silent", "--ranks", 2).stderr
     assert "own.py:23: TypeError: " in run("compile", f"{own}:misled", "--ranks", 2).stderr
 

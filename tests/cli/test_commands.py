@@ -91,30 +91,14 @@ def test_the_version_is_the_packages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["trian"], "train"), (["train", "a.toml", "--sett", "a=1"], "--set"), (["cluster", "lst"], "list")],
-)
-def test_a_misspelt_command_or_option_names_the_nearest(arguments: list[str], words: str) -> None:
-    status, text = stretto_command(*arguments)
-    assert status == 2
-    assert words in text
-
-
-@pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.stesp=3", "train.stesp is an unknown option; did you mean train.steps?"),
         ("ranks=4", "ranks is 4, but the grid data=1 x=1 y=1 z=1 has 1"),
-        ("data.path=nowhere.txt", "nowhere.txt"),
         ("train.seq_len=5000", "seq_len"),
-        ("grid.x=8", "4"),  # heads
-        ("model.hidden=18", "model.hidden is 18, which 4 heads do not divide"),
         ("model.max_seq_len=4", "train.seq_len is 8, but the model's max_seq_len is 4"),
         ("train.resume=nowhere", "there is no checkpoint at nowhere"),
-        ("out=/dev/null/run", "/dev/null is not a folder"),
         ("out=/proc/foo", "out is '/proc/foo', where nothing can be written"),
         ("model.hidden=1000000000000", "model.hidden is 1000000000000, but must be at most 1048576"),
-        ("model={layers=4000, hidden=1048576}", "but this machine has"),
         ("train.batch=2147483647", "a batch of train.batch=2147483647"),
     ],
 )
@@ -254,24 +238,16 @@ def test_a_bench_refuses_what_it_cannot_measure_in_json_too(arguments: tuple[str
     assert words in json.loads(result.output.splitlines()[-1])["error"]
 
 
-def test_clusters_are_listed_and_shown() -> None:
-    assert "perlmutter" in stretto_command("cluster", "list")[1]
+def test_clusters_are_shown() -> None:
     assert "A100" in stretto_command("cluster", "show", "perlmutter")[1]
     assert json.loads(stretto_command("cluster", "show", "perlmutter", "--json")[1])["gpus_per_node"] == 4
     assert json.loads(stretto_command("cluster", "detect", "--json")[1])["nodes"] == 1
-    status, text = stretto_command("cluster", "show", "perlmuter")
-    assert (status, "did you mean 'perlmutter'" in text) == (2, True)
 
 
 def test_a_cluster_file_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"\ngpus_per_node = 4\n[gpu]\nname = "NVIDIA H200"\n')
     assert "mine" in stretto_command("cluster", "show", file)[1]
-
-
-def test_exporting_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    status, text = stretto_command("export", tmp_path / "nowhere", "--to", tmp_path / "a.safetensors")
-    assert (status, "nowhere" in text) == (2, True)
 
 
 def test_the_demos_configuration_runs_on_the_grid_of_the_readme() -> None:

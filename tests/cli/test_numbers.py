@@ -56,7 +56,6 @@ def settings_of_benches() -> Iterator[type[Any]]:
 
 
 def settings_in(module: ModuleType) -> Iterator[type[Any]]:
-    """The dataclasses that a module defines."""
     for each in vars(module).values():
         if dataclasses.is_dataclass(each) and each.__module__ == module.__name__:
             yield each  # type: ignore[misc]
@@ -100,17 +99,5 @@ def test_what_cannot_be_is_refused(command: str, words: str) -> None:
 
 
 def test_a_message_on_a_large_cluster_needs_no_number_of_gpus() -> None:
-    message = [
-        "simulate",
-        "message",
-        "--cluster",
-        "perlmutter",
-        "--bytes",
-        "1MiB",
-        "--src",
-        "0",
-        "--dst",
-        "63",
-        "--json",
-    ]
-    assert stretto_command(*message) == stretto_command(*message, "--gpus", "64")
+    message = "simulate message --cluster perlmutter --bytes 1MiB --src 0 --dst 63 --json"
+    assert stretto_command(*message.split()) == stretto_command(*message.split(), "--gpus", "64")

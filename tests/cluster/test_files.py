@@ -128,11 +128,7 @@ def test_other_gpus_have_no_default_host_link(tmp_path, name):
 
 @pytest.mark.parametrize("key", ["name", "gpus_per_node", "gpu.name"])
 def test_a_missing_key_is_named(tmp_path, key):
-    line = {
-        "name": 'name = "mine"\n',
-        "gpus_per_node": "gpus_per_node = 4\n",
-        "gpu.name": 'name = "NVIDIA H200"\n',
-    }
+    line = {"name": 'name = "mine"\n', "gpus_per_node": "gpus_per_node = 4\n", "gpu.name": 'name = "NVIDIA H200"\n'}
     assert f"{key} is missing; it must be" in refusal(tmp_path, SMALLEST.replace(line[key], "", 1))
 
 

@@ -112,8 +112,7 @@ def damaged(schedule: Schedule, rng: random.Random) -> tuple[str, Schedule] | No
         program._replace(
             thread_blocks=tuple(
                 block._replace(
-                    steps=tuple(blocks.get((rank, number), block.steps)),
-                    **(peers if (rank, number) == where else {}),
+                    steps=tuple(blocks.get((rank, number), block.steps)), **(peers if (rank, number) == where else {})
                 )
                 for number, block in enumerate(program.thread_blocks)
             )

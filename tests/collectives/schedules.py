@@ -28,7 +28,6 @@ def block(*steps: Step, send: int | None = None, receive: int | None = None, cha
 
 
 def schedule(collective: Collective, *ranks: list[ThreadBlock], scratch: int = 8, **options) -> Schedule:
-    """A schedule of one list of thread blocks a rank, for calls as the collective is."""
     options = {"in_place": collective.in_place, "out_of_place": not collective.in_place} | options
     programs = tuple(
         RankProgram(collective.input_chunks, collective.output_chunks, scratch, tuple(blocks)) for blocks in ranks

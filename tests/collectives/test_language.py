@@ -138,8 +138,7 @@ def copy_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "expected",
-    [[(0, 0)], (0, 0), (), ((0, 0), (9, 0)), ((0, 1),), ((0, -1),), ([0, 0],), "in", 7],
+    "expected", [[(0, 0)], (0, 0), (), ((0, 0), (9, 0)), ((0, 1),), ((0, -1),), ([0, 0],), "in", 7]
 )
 def test_a_condition_that_names_no_input_chunks_is_refused_before_anything_is_traced(expected):
     wrong = Collective("own", 2, 1, 1, expected=lambda rank, index: expected)

@@ -111,7 +111,6 @@ def assert_right(schedule: Schedule) -> None:
 
 
 def line_of(text: str, statement: str) -> int:
-    """The line of the script on which a statement is."""
     lines = (HEAD + dedent(text)).splitlines()
     return next(number for number, line in enumerate(lines, 1) if statement in line)
 

@@ -74,8 +74,7 @@ def test_a_race_is_found_on_any_chunk_of_a_step():
     wide = Collective("custom", 1, 4, 4, lambda rank, index: None)
     found = verify(
         schedule(
-            wide,
-            [block(step("cpy", ("in", 0), ("out", 0), size=3)), block(step("cpy", ("in", 3), ("out", 2), size=1))],
+            wide, [block(step("cpy", ("in", 0), ("out", 0), size=3)), block(step("cpy", ("in", 3), ("out", 2), size=1))]
         )
     )
     assert [(race.kind, race.index) for race in found.races] == [("write-write", 2)]

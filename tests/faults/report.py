@@ -49,11 +49,7 @@ def print_job(rows: Sequence[Mapping[str, Any]], end: Mapping[str, Any]) -> None
 
 def summarize(kind: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The table's row for one kind of fault."""
-    summary: dict[str, Any] = {
-        "kind": kind,
-        "faults": len(rows),
-        "right": sum(not row["problems"] for row in rows),
-    }
+    summary: dict[str, Any] = {"kind": kind, "faults": len(rows), "right": sum(not row["problems"] for row in rows)}
     for name in ("named", "again"):
         seconds = [row[f"seconds_{name}"] for row in rows if row.get(f"seconds_{name}") is not None]
         if seconds:

@@ -58,7 +58,6 @@ class FaultsSetting:
 
     @property
     def num_jobs(self) -> int:
-        """The number of jobs over which the faults are distributed."""
         return -(-self.faults // self.faults_a_job)
 
     @property

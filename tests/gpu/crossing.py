@@ -105,7 +105,6 @@ class AllReduceCase(StressCase):
         self._out = torch.empty_like(self._inputs[0])
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         self._out.fill_(77)
         self._kernel(self._inputs[entry], self._out)
         return [Check(self._out, self._expected[entry])]

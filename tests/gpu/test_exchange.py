@@ -95,9 +95,6 @@ def compare_with_library(dtype: torch.dtype) -> bool:
         sent = moe.dispatch(x, ids, 2 * world, group, implementation=implementation)
         out = moe.combine(sent.rows * 2, sent.handle, weights[:, : ids.shape[1]], group)
         found.append([sent.rows, sent.offsets, out, *torch.autograd.grad(out.float().square().sum(), (x, weights))])
-        places = moe.send_tokens(x, ids, weights[:, : ids.shape[1]], 2 * world, group, implementation=implementation)
-        out = moe.return_sums(places.tokens * places.weights.sum(1, keepdim=True).to(dtype), places)
-        found[-1] += [out, *torch.autograd.grad(out.float().square().sum(), (x, weights))]
     return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -115,7 +112,7 @@ def multiply_while_rows_arrive() -> list[bool]:
     x, weights, weight = draw(rank, tokens, HIDDEN), torch.ones(tokens, 2, device="cuda"), draw(9, 2, INNER, HIDDEN)
     arguments = x, ids, weights, 2 * world, group
     places = find_places(*arguments, implementation="kernel")
-    sent, numbers = moe.send_tokens(*arguments, implementation="kernel").tokens, places.index.places
+    sent, numbers = places.route.send(lambda: x, places.wrap_collective), places.index.places
     for turn in range(20):
         if turn == 2:
             poison_buffers(group)

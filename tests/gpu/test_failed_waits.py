@@ -266,9 +266,7 @@ def fail_then_replay(ways: Sequence[str]) -> None:
             for number in range(2):
                 assert torch.equal(call_operator(way, made[number], x, weight), expect_of(way)), way
             fail_in_one_and_replay_the_other(
-                way,
-                partial(call_operator, way, made[0], x, weight),
-                partial(call_operator, way, made[1], x, weight),
+                way, partial(call_operator, way, made[0], x, weight), partial(call_operator, way, made[1], x, weight)
             )
         require_no_failure()
 

@@ -111,12 +111,7 @@ def compare(tokens: list[int], columns: int, dtype: torch.dtype, payload: torch.
     ids=str,
 )
 def test_results_have_the_bits_of_dispatch_and_combine(
-    gpu_pool: GpuRanks,
-    world: int,
-    tokens: list[int],
-    columns: int,
-    dtype: torch.dtype,
-    payload: torch.dtype | None,
+    gpu_pool: GpuRanks, world: int, tokens: list[int], columns: int, dtype: torch.dtype, payload: torch.dtype | None
 ) -> None:
     assert gpu_pool.run(world, compare, tokens[:world], columns, dtype, payload, 12) == [set()] * world
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.ops.gemm import Blocks
-from stretto.ops.invariant.kernels import Tile, choose_blocks, multiply_in_parts, multiply_leaves
+from stretto.ops.invariant.kernels import Tile, choose_blocks, is_for_streaming, multiply_in_parts, multiply_leaves
 from stretto.ops.invariant.matmul import add_by_tree
+from stretto.ops.small_m import choose_streaming
 from tests.gpu.test_operators import poison
 from tests.ops.decoding.sequences import Batch, make_batch
 
@@ -72,9 +73,15 @@ def compare_norms(kind: str, m: int, n: int, k: int, dtype: torch.dtype) -> dict
 
     options: dict[str, Any] = {"eps": EPS, "norm": kind, "bias": bias, "norm_bias": given}
     partial = own_x @ own_weight.t()
+    processors = torch.cuda.get_device_properties().multi_processor_count
+    streaming = choose_streaming(m, n, k // world, processors) if is_for_streaming(own_x, own_weight) else None
     calls: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
         "fused": lambda: ops.matmul_all_reduce_norm(
             own_x, own_weight, residual, norm_weight, implementation=ops.KernelConfig(exchange="packets"), **options
+        ),
+        "streamed": lambda: ops.matmul_all_reduce_norm(
+            own_x, own_weight, residual, norm_weight,
+            implementation=ops.KernelConfig(exchange="packets", blocks=streaming), **options
         ),
         "two shots": lambda: ops.matmul_all_reduce_norm(
             own_x, own_weight, residual, norm_weight,

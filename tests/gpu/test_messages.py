@@ -15,11 +15,7 @@ from stretto.parallel.pipeline.transports import TRANSPORTS, choose_transport
 from tests.parallel.pipeline.test_messages import exchange_at_random
 
 Run = Callable[..., list[Any]]
-KINDS = [
-    "gloo",
-    "symmetric memory",
-    pytest.param("nccl", marks=pytest.mark.own_gpus("NCCL carries the messages")),
-]
+KINDS = ["gloo", "symmetric memory", pytest.param("nccl", marks=pytest.mark.own_gpus("NCCL carries the messages"))]
 
 
 @pytest.mark.ranks(4)

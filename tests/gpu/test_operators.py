@@ -6,12 +6,14 @@ import os
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from stretto import ops
 from stretto.memory import PeerError, compilation, shared_gpus
@@ -77,11 +79,7 @@ SCALED = {
     "scatter": ops.scaled_matmul_reduce_scatter,
     "reduce": ops.scaled_matmul_all_reduce,
 }
-OPERATORS = {
-    "gather": ops.all_gather_matmul,
-    "scatter": ops.matmul_reduce_scatter,
-    "reduce": ops.matmul_all_reduce,
-}
+OPERATORS = {"gather": ops.all_gather_matmul, "scatter": ops.matmul_reduce_scatter, "reduce": ops.matmul_all_reduce}
 
 
 def poison() -> None:
@@ -135,7 +133,7 @@ def confirm_first_calls(folder: Path) -> tuple[dict[str, dict[str, float]], dict
     device, group = Grid(data=world, device="cuda").device, dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
-        patch.setenv("STRETTO_CONFIRM", "1")
+        patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
         choices.restore_choices({})
         x = torch.randn(1024 // world, 2048, device=device, dtype=torch.bfloat16)
         weight = torch.randn(1024, 2048, device=device, dtype=torch.bfloat16) / 45
@@ -147,7 +145,7 @@ def confirm_first_calls(folder: Path) -> tuple[dict[str, dict[str, float]], dict
         known = choices._groups[group.group_name]
         confirmed = {name: dict(times) for name, times in known.confirmed.items()}
         timed = []
-        patch.setattr(confirmation, "time_calls", lambda runs, device: timed.append(runs))
+        patch.setattr(confirmation, "time_calls", lambda runs, *others: timed.append(runs))
         ops.all_gather_matmul_gathered(x, weight)
         torch.cuda.synchronize()
         dist.barrier()
@@ -176,6 +174,72 @@ def test_first_calls_are_timed_and_all_ranks_make_one_choice(run_ranks: Run, wor
             assert "library" in times
             assert len(times) == 2
             assert min(times.values()) > 0
+
+
+def time_first_calls_anywhere(folder: Path) -> dict[str, tuple[float, int]]:
+    """(relative error beside calls that are not timed, calls timed) by where the first call is."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    device = Grid(data=world, device="cuda").device
+    found: dict[str, tuple[float, int]] = {}
+    timed: list[Any] = []
+    time_calls, stream = confirmation.time_calls, torch.cuda.Stream()
+    groups = [dist.new_group(range(world)) for _ in range(2)]
+
+    def count(runs: Any, *others: Any) -> Any:
+        timed.append(runs)
+        return time_calls(runs, *others)
+
+    def differentiate(call: Callable[..., torch.Tensor], rows: int) -> list[torch.Tensor]:
+        torch.manual_seed(rank)
+        x, weight = (torch.randn(m, 2048, device=device).bfloat16().requires_grad_() for m in (rows, 1024))
+        call(x, weight / 45).float().square().sum().backward()
+        assert x.grad is not None
+        assert weight.grad is not None
+        return [x.grad, weight.grad]
+
+    def on_stream(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            product = ops.all_gather_matmul(x, weight)
+        torch.cuda.current_stream().wait_stream(stream)
+        return product
+
+    def in_two_groups(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # the first's calls are still under way
+        one, other = (ops.all_gather_matmul(x, weight, group) for group in groups)
+        return (one + other) / 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
+        patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
+        patch.setattr(confirmation, "time_calls", count)
+        choices.restore_choices({})
+        places: dict[str, Callable[..., torch.Tensor]] = {
+            "forward": ops.all_gather_matmul,
+            "stream": on_stream,
+            "groups": in_two_groups,
+        }
+        for reentrant in (False, True):
+            places[f"recomputation {reentrant}"] = partial(checkpoint, ops.all_gather_matmul, use_reentrant=reentrant)
+        places["without memory"] = ops.all_gather_matmul
+        for number, (place, call) in enumerate(places.items()):
+            if place == "without memory":
+                patch.setattr(confirmation, "HEADROOM", 1 << 60)
+            before, rows = len(timed), 128 << number
+            own = differentiate(call, rows)
+            expected = differentiate(partial(ops.all_gather_matmul, implementation="library"), rows)
+            worst = max(error(*pair) for pair in zip(own, (one.double() for one in expected), strict=True))
+            found[place] = worst, len(timed) - before
+        choices.restore_choices({})
+    return found
+
+
+@pytest.mark.own_gpus("it times calls")
+@pytest.mark.ranks(2, own=(2,))
+def test_first_calls_are_timed_wherever_they_are(run_ranks: Run, world: int, tmp_path: Path) -> None:
+    for found in run_ranks(world, time_first_calls_anywhere, tmp_path):
+        for place, (worst, timed) in found.items():
+            assert worst < 2e-2, place
+            assert (timed > 0) == (place != "without memory"), place
 
 
 def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
@@ -298,10 +362,7 @@ def make_case(rng: random.Random, device: str) -> list[tuple[str, torch.Tensor, 
     rank, dtype = dist.get_rank(), rng.choice([torch.bfloat16, torch.float32, FP8])
     if dtype == FP8:
         return make_scaled_case(rng, device, rows, n, k + -k % 16)
-    x, whole = (
-        torch.randn(rows, k, device=device).to(dtype),
-        torch.randn(rows * world, k, device=device).to(dtype),
-    )
+    x, whole = (torch.randn(rows, k, device=device).to(dtype), torch.randn(rows * world, k, device=device).to(dtype))
     weight = (torch.randn(n, k, device=device) * (1 + rank)).to(dtype)
     made = []
     for name, operand in (("gather", x), ("scatter", whole), ("reduce", whole[: rng.randint(1, 64)].contiguous())):

@@ -55,10 +55,7 @@ def multiply_in_random_shapes(folder: Path, seed: int, calls: int) -> None:
     wrong = []
     for call in range(calls):
         rows, n, k = rng.randint(1, 700), rng.randint(1, 1500), 16 * rng.randint(1, 90)
-        x, whole = (
-            torch.randn(rows, k, device="cuda").to(FP8),
-            torch.randn(rows * world, k, device="cuda").to(FP8),
-        )
+        x, whole = (torch.randn(rows, k, device="cuda").to(FP8), torch.randn(rows * world, k, device="cuda").to(FP8))
         weight = torch.randn(n, k, device="cuda").to(FP8)
         columns = torch.rand(n if rng.random() < 0.7 else 1, device="cuda") * (1 + rank)
         if rng.random() < 0.3:

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 from stretto.axes import NAMES
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import (
-    Grid,
-    checkpoint_activations,
-    clip_grad_norm_,
-    gather,
-    gather_once,
-    no_sync,
-    parallelize,
-)
+from stretto.parallel import Grid, checkpoint_activations, clip_grad_norm_, gather, gather_once, no_sync, parallelize
 from tests.gpu.sharing import SHARED, GpuRanks, is_shared
 from tests.parallel import hugging_face
 

@@ -54,7 +54,6 @@ def auto_class(head: str) -> Any:
 
 
 def model_of(config: PretrainedConfig, head: str) -> nn.Module:
-    """The model on the meta device."""
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return auto_class(head).from_config(config)
@@ -152,8 +151,7 @@ ROLES = {
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("kind", "head"),
-    [(kind, head) for kind in ("gpt2", "llama", "qwen2", "qwen3") for head in HEADS],
+    ("kind", "head"), [(kind, head) for kind in ("gpt2", "llama", "qwen2", "qwen3") for head in HEADS]
 )
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8, 12])
 def test_a_grid_is_possible_just_when_it_is_for_parallelize_that_knows_the_head(kind, head, ranks):

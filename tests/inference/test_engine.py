@@ -403,6 +403,18 @@ def test_a_model_that_another_engine_has_taken_over_and_one_without_an_engine_co
     assert Engine(first.model, 2, 320).generate([[1, 2]], 4) == expected
 
 
+def test_attention_that_runs_twice_in_a_layer_is_refused_and_the_model_goes_on() -> None:
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = parallelize(DiffLlamaForCausalLM(DiffLlamaConfig(vocab_size=64, num_hidden_layers=1, **sizes)), Grid())
+    tokens = torch.ones(1, 2, dtype=torch.int64)
+    expected = model.eval()(input_ids=tokens).logits
+    with pytest.raises(ValueError, match="DiffLlamaAttention attends twice in a pass, as differential attention does"):
+        Engine(model, 2, 320)
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
 def test_a_sum_of_one_rank_calls_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[object] = []
     monkeypatch.setattr(torch.ops._c10d_functional, "all_reduce", lambda *given: called.append(given))

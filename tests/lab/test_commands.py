@@ -24,14 +24,7 @@ def bench(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-COMMANDS = (
-    "train",
-    "parity",
-    "overlap",
-    "schedules",
-    "two-level",
-    "collectives",
-)
+COMMANDS = ("train", "parity", "overlap", "schedules", "two-level", "collectives")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -86,10 +79,7 @@ def test_every_bench_has_help(command):
         (["dlrm", "--ranks", 2, "--batch", 0], "batch is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--replays", 0], "replays is 0, but must be at least 1"),
         (["embedding", "--ranks", 2, "--rows", 0], "rows is 0, but must be at least 1"),
-        (
-            ["embedding", "--ranks", 2, "--skip", "bag"],
-            "there is no peer 'bag'; did you mean 'bags'? There are bags",
-        ),
+        (["embedding", "--ranks", 2, "--skip", "bag"], "there is no peer 'bag'; did you mean 'bags'? There are bags"),
         (["embedding", "--ranks", 2, "--cases", "4x2x8x0"], "a case has at least 1 sample, table and row a bag"),
         (["redraw", "nowhere"], "there is no folder nowhere"),
         (["two-level", "--repeats", 0], "repeats is 0, but must be at least 1"),

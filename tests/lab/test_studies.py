@@ -119,8 +119,7 @@ def cell(**values):
 
 
 @pytest.mark.parametrize(
-    ("speedups", "crossover"),
-    [({32: 0.5, 128: 2.0}, 64.0), ({32: 1.5, 128: 2.0}, 32.0), ({32: 0.5, 64: 0.9}, None)],
+    ("speedups", "crossover"), [({32: 0.5, 128: 2.0}, 64.0), ({32: 1.5, 128: 2.0}, 32.0), ({32: 0.5, 64: 0.9}, None)]
 )
 def test_a_crossover_is_where_speedups_pass_one(speedups, crossover):
     (row,) = find_wins([cell(ranks=ranks, speedup=found, event_speedup=found) for ranks, found in speedups.items()])

@@ -62,7 +62,6 @@ def sum_until_stopped(config: TrainConfig) -> None:
 
 
 def fail_on_last_rank(config: TrainConfig) -> None:
-    """The last rank raises; the others wait for it in a collective."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     write_pid(config)
     if dist.get_rank() == config.ranks - 1:
@@ -132,7 +131,6 @@ def fail_to_write(config: TrainConfig) -> None:
 
 
 def find_a_full_disk(config: TrainConfig) -> None:
-    """All ranks raise that the disk is full, by a file of rank 1."""
     if os.environ["RANK"] == "1":
         time.sleep(0.1)
     failures = {1: (OSError(errno.ENOSPC, "no space"), traceback.StackSummary())}

@@ -77,11 +77,7 @@ def pids(out: Path, ranks: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return Path(f"/proc/{pid}").exists()
 
 
 def assert_nothing_left(out: Path, processes: list[int]) -> None:
@@ -397,13 +393,6 @@ def test_a_rank_of_torchrun_runs_in_its_process(out: Path, monkeypatch: pytest.M
     monkeypatch.setenv("WORLD_SIZE", "2")
     launch(launch_entries.write_pid, config_for(out, 2))
     assert (out / "pid-1").read_text() == str(os.getpid())
-
-
-def test_another_number_of_ranks_than_torchrun_started_is_refused(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="ranks is 2, but torchrun started 4; ranks=4 would do"):
-        launch(launch_entries.write_pid, config_for(out, 2))
 
 
 @pytest.mark.parametrize(("gpus", "ranks", "device"), [(0, 1, "cpu"), (3, 4, "cpu"), (4, 4, "cuda"), (8, 2, "cuda")])

@@ -286,8 +286,7 @@ def test_the_pause_is_a_minute_however_many_failures_there_were(out: Path, pause
 
 
 @pytest.mark.parametrize(
-    "error",
-    [DivergenceError("the loss is nan in step 3"), ValueError("data.path is 'x', but there is no such file")],
+    "error", [DivergenceError("the loss is nan in step 3"), ValueError("data.path is 'x', but there is no such file")]
 )
 def test_failures_that_would_recur_are_not_restarted(
     out: Path, error: Exception, capsys: pytest.CaptureFixture[str]

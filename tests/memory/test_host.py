@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory between real processes: what peers write is seen, waits end, and nothing is left behind."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tests.pool import run_processes
 from tests.processes import LIMIT
 
 from stretto import counters, memory
@@ -135,15 +135,7 @@ def live_beside_a_rank_that_is_killed(rank, folder):
 
 def test_a_rank_that_is_killed_is_named_and_leaves_nothing(ranks, tmp_path):
     ranks(1).run(int)  # the pool is up, and so is the server that processes are forked from
-    context = multiprocessing.get_context("forkserver")
-    processes = [
-        context.Process(target=live_beside_a_rank_that_is_killed, args=(rank, str(tmp_path))) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT)
-        process.kill()
+    run_processes(live_beside_a_rank_that_is_killed, tmp_path)
     for rank in (0, 2):
         seen = (tmp_path / f"rank-{rank}").read_text()
         assert seen.startswith("0 42 True"), seen

@@ -3,19 +3,14 @@
 
 import gc
 import re
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.memory.test_host import mapped
 
 from stretto import memory
 from stretto.memory import empty, find_symmetric, peer_tensor
-
-
-def mapped() -> int:
-    """Count the regions of shared memory that this process maps."""
-    return Path("/proc/self/maps").read_text().count("memfd:stretto")
 
 
 def write_to_peers():

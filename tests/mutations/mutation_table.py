@@ -689,9 +689,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         "before a call's end is counted",
         (
             Edit(
-                _COPIED,
-                "  __syncthreads();\n  if (threadIdx.x == 0 && is_last)",
-                "  if (threadIdx.x == 0 && is_last)",
+                _COPIED, "  __syncthreads();\n  if (threadIdx.x == 0 && is_last)", "  if (threadIdx.x == 0 && is_last)"
             ),
         ),
         "copy/*",
@@ -776,11 +774,6 @@ MUTATIONS: tuple[Mutation, ...] = (
         ("tests/parallel/comm/test_copy_engines.py::test_a_slot_is_released_when_all_programs_have_summed",),
     ),
     Mutation(
-        "pushed",
-        "fence",
-        "release of a slot's signal",
-        (_NO_RELEASE_OF_SLOT,),
-        "pushed/scatter*",
-        _BARRIER_TESTS,
+        "pushed", "fence", "release of a slot's signal", (_NO_RELEASE_OF_SLOT,), "pushed/scatter*", _BARRIER_TESTS
     ),
 )

@@ -119,17 +119,7 @@ def _stress(
     mutation: Mutation, ranks: int, minutes: float, folder: str, environment: dict[str, str]
 ) -> tuple[str, float, str]:
     """Run the stress. Returns (how it found the mutation, or "", seconds, a note)."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "tests.stress",
-        "--ranks",
-        str(ranks),
-        "--minutes",
-        str(minutes),
-        "--json",
-    ]
+    command = [sys.executable, "-P", "-m", "tests.stress", "--ranks", str(ranks), "--minutes", str(minutes), "--json"]
     command += ["--only", mutation.only, "--stop-at-first", "--limit", str(_BATCH_LIMIT)]
     if mutation.kind != "wait":  # all other kinds are found when warps drift apart
         command.append("--late-warps")
@@ -183,7 +173,6 @@ _JSON = "mutations.json"
 
 
 def write_table(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts as a Markdown table."""
     lines = ["| family | removed | stress | after | machine code | found |", "|---|---|---|---|---|---|"]
     for verdict in verdicts:
         test = verdict.by_tests.rpartition("::")[2].replace("_", " ")

@@ -2,6 +2,8 @@
 """Functions of ranks whose first calls are timed, by a clock that a test sets."""
 
 import contextlib
+import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.operands import random_of
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import ops
+from stretto.memory import PeerError
 from stretto.memory.plain_data import broadcast_data
 from stretto.ops import choices, confirmation
 from stretto.tuning import TuningStore, machine_key
@@ -19,17 +24,21 @@ from stretto.tuning import TuningStore, machine_key
 @contextlib.contextmanager
 def timed_by(seconds, folder, can_time=True):
     """First calls run a kernel and the library, and take so many seconds on this rank; yields how often they ran."""
-    timed = SimpleNamespace(count=0)
+    timed = SimpleNamespace(count=0, error=None, runs_calls=True, after=lambda: None)
 
-    def time_calls(runs, device):
+    def time_calls(runs, device, turns):
         timed.count += 1
-        for run in runs:
+        if timed.error is not None:
+            raise timed.error
+        for run in runs * timed.runs_calls:
             run()
+        timed.after()
         return seconds
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder))
-        patch.setattr(choices, "can_time_calls", lambda device: can_time)
+        patch.setattr(confirmation, "can_time_calls", lambda device, size: can_time and confirmation._budget.kinds > 0)
+        patch.setattr(confirmation, "_budget", confirmation._Budget())
         patch.setattr(confirmation, "time_calls", time_calls)
         choices.restore_choices({})
         try:
@@ -98,3 +107,64 @@ def stop_and_resume(folder, times):
         if times is not None:
             call_all(m=10, group=group)  # nearly as many rows as were measured
         return is_same, again == kept, timed.count, set(next(iter(kept.values())).choices.values())
+
+
+def meet_hazards(folder):
+    """What first calls that are timed did to what is around them, by the hazard's name: True is well."""
+    rank, found = dist.get_rank(), {}
+    x, weight = random_of(rank, 8, 32), random_of(20 + rank, 16, 32)
+    with timed_by([2.0, 1.0], Path(folder) / str(rank)) as timed:
+        out = torch.full((16, 16), 7.0)
+        touched = []
+        timed.after = lambda: touched.append(bool((out != 7.0).any()))
+        ops.all_gather_matmul(x, weight, out=out)
+        found["out"] = touched == [False] and bool((out != 7.0).all())
+
+        def is_right(call, rows):
+            """True if calls are timed, and gradients are those of a call that is not, each leaf's once."""
+            results, before = [], timed.count
+            for by in (call, partial(ops.all_gather_matmul, implementation="library")):
+                leaves, hooks = [each.clone().requires_grad_() for each in (random_of(rank, rows, 32), weight)], []
+                leaves[0].register_post_accumulate_grad_hook(hooks.append)
+                by(*leaves).square().sum().backward()
+                results.append([leaf.grad for leaf in leaves])
+            torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
+            return timed.count >= before + 2 and len(hooks) == 1  # forward, and the reduce-scatter of its backward pass
+
+        found["gradients"] = is_right(ops.all_gather_matmul, 20)
+        for rows, reentrant in ((3, False), (1, True)):
+            recomputed = partial(checkpoint, ops.all_gather_matmul, use_reentrant=reentrant)
+            found[f"recomputation, reentrant {reentrant}"] = is_right(recomputed, rows)
+        with FlopCounterMode(display=False) as counter:
+            ops.all_gather_matmul(random_of(rank, 50, 32), weight)
+        found["dispatch mode"] = counter.get_total_flops() == 2 * 100 * 16 * 32
+        thread = threading.Thread(target=lambda: ops.matmul_reduce_scatter(x, weight))
+        thread.start()
+        thread.join()
+        before = timed.count
+        ops.matmul_reduce_scatter(x, weight)
+        ops.matmul_all_reduce(x[:5], weight, invariant=True)
+        ops.all_gather_matmul(random_of(rank, 200, 32), weight, implementation="library")
+        found["another thread, and no choice"] = timed.count == before
+
+    with timed_by([2.0, 1.0], Path(folder) / f"few {rank}") as timed:
+        confirmation._budget.kinds = 2 + rank  # another group's calls took one of rank 0's
+        for rows in (1, 2, 4, 8, 16):
+            ops.all_gather_matmul(random_of(rank, rows, 32), weight)
+        ran = ops.counts()
+        found["ever new shapes"] = timed.count == 2
+        found["which run as predicted"] = [ran["all_gather_matmul", how] for how in ("library", "kernel")] == [2, 3]
+    with timed_by(None if rank else [2.0, 1.0], Path(folder) / f"late {rank}") as timed:
+        for call in (ops.all_gather_matmul, ops.matmul_reduce_scatter):
+            call(x, weight, dist.new_group([0, 1]))
+        found["a wait in vain"] = timed.count == 1
+    for failing in ([0, 1], [1]):  # all ranks, as where no kernel can be compiled, and one, which has no memory
+        with timed_by([2.0, 1.0], Path(folder) / f"failing {failing} {rank}") as timed:
+            timed.runs_calls = False  # a rank's would wait for the other's
+            timed.error = torch.OutOfMemoryError("of GPU 1") if rank in failing else None
+            try:
+                ops.all_gather_matmul(x, weight, dist.new_group([0, 1]))
+                found["failing on all"] = True
+            except PeerError as error:
+                found["failing on one"] = "failed on rank 1" in str(error) and "STRETTO_CONFIRM=0" in str(error)
+    return found

@@ -6,12 +6,7 @@ from tests.ops.operands import random_of
 
 from stretto import ops
 
-OPERATORS = (
-    ops.all_gather_matmul,
-    ops.all_gather_matmul_gathered,
-    ops.matmul_reduce_scatter,
-    ops.matmul_all_reduce,
-)
+OPERATORS = (ops.all_gather_matmul, ops.all_gather_matmul_gathered, ops.matmul_reduce_scatter, ops.matmul_all_reduce)
 
 
 def multiply(operator, *operands, **options):

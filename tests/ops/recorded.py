@@ -71,7 +71,6 @@ class Recorder:
 
 
 def describe(argument: Any) -> Any:
-    """An argument as something that can be compared."""
     if isinstance(argument, torch.Tensor):
         return Address(argument.data_ptr())
     if isinstance(argument, TensorDescriptor):
@@ -157,7 +156,6 @@ def draw_kinds(rng: random.Random, calls: int, make: Any, choices: dict[str, lis
 
 
 def make_call(kind: Kind) -> Any:
-    """The call, with new tensors."""
     rows, n, k = kind.shape
 
     is_fp8 = kind.dtype == FP8

@@ -21,7 +21,7 @@ def test_the_faster_one_on_the_slowest_rank_runs_on_all_ranks_and_is_kept(interp
         ran, first, in_all, kept = found
         is_timed = times[1] is not None
         assert ran == {faster}  # the prediction, where a rank could not time them
-        assert first == len(NAMES)
+        assert first == (len(NAMES) if is_timed else 1)  # no other wait is risked
         assert in_all == first
         assert kept == (NAMES if is_timed and rank == 0 else set())
 
@@ -38,6 +38,39 @@ def test_a_resumed_run_makes_the_choices_of_the_run_that_was_stopped(interpret, 
         assert has_same_choices
         assert timed == 0
         assert ("library" in choices) == (times == [2.0, 1.0])
+
+
+def test_timed_calls_harm_nothing_around_them(interpret, tmp_path):
+    for found in interpret(2, confirmed.meet_hazards, str(tmp_path)):
+        assert len(found) == 11
+        assert [hazard for hazard, is_well in found.items() if not is_well] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "can_time"),
+    [
+        ({}, True),
+        ({"STRETTO_CONFIRM": "1"}, True),
+        ({"STRETTO_CONFIRM": "0"}, False),
+        ({"STRETTO_SHARE_GPUS": "1"}, False),
+        ({"captures": True}, False),
+        ({"deterministic": True}, False),
+        ({"kinds": 0}, False),
+        ({"free": confirmation.HEADROOM + 99}, False),
+        ({"device": "cpu"}, False),
+    ],
+)
+def test_calls_are_timed_unless_something_speaks_against_it(monkeypatch, changes, can_time):
+    monkeypatch.delenv("STRETTO_CONFIRM", raising=False)
+    for name, value in changes.items():
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+    free = changes.get("free", confirmation.HEADROOM + 100)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: "captures" in changes)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 2 * free))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: "deterministic" in changes)
+    monkeypatch.setattr(confirmation, "_budget", confirmation._Budget(changes.get("kinds", 1)))
+    assert confirmation.can_time_calls(torch.device(changes.get("device", "cuda")), 100) is can_time
 
 
 class Event:
@@ -69,10 +102,6 @@ def test_a_gpu_that_does_not_get_to_the_calls_ends_their_timing(monkeypatch, rea
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(clock_rate=1))
     monkeypatch.setattr(confirmation, "_PATIENCE", 0.0)
 
-    def fail():
-        raise RuntimeError("out of resource: shared memory")
-
-    assert confirmation.time_calls([fail], torch.device("cuda", 0)) is None  # the call runs as predicted
     runs = [lambda: called.append("kernel"), lambda: called.append("library")]
-    assert confirmation.time_calls(runs, torch.device("cuda", 0)) == expected
-    assert called == ["kernel", "library"] * 7  # in turns, so that both meet the same clocks
+    assert confirmation.time_calls(runs, torch.device("cuda", 0), 5) == expected
+    assert called == ["kernel", "library"] * 6  # in turns, so that both meet the same clocks

@@ -101,8 +101,7 @@ def save_for_backward(needs):
 
 
 @pytest.mark.parametrize(
-    ("needs", "rows", "weights"),
-    [("xwb", True, True), ("x", False, True), ("w", True, False), ("b", False, False)],
+    ("needs", "rows", "weights"), [("xwb", True, True), ("x", False, True), ("w", True, False), ("b", False, False)]
 )
 def test_only_what_a_gradient_takes_is_kept_for_it(interpret, needs, rows, weights):
     for kept in interpret(2, save_for_backward, needs):
@@ -291,7 +290,7 @@ def compile_with_a_plan():
 
 @pytest.mark.long
 def test_a_plan_is_compiled_without_a_graph_break(interpret):
-    interpret(2, compile_with_a_plan)
+    interpret(1, compile_with_a_plan)
 
 
 def train_biases():

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tests.ops.moe.oracle import draw
 from tests.parallel.training import distance, my_rows
-from tests.tiles.machine_code import compile_to_ptx
 from torch.nn import functional
 
 from stretto.models import GPT, GPTConfig
@@ -107,11 +106,3 @@ def mean_of_rows(num_targets):
 def test_a_loss_of_whole_logits_by_kernels_is_that_of_the_global_batch(interpret, num_targets):
     for far in interpret(2, mean_of_rows, num_targets):
         assert max(far) < 1e-6
-
-
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-def test_kernels_compile(target):
-    logits, numbers = torch.ones(4, 64, dtype=torch.bfloat16), torch.ones(4)
-    for kernel, matrices in ((cross_entropy.reduce_rows, 1), (cross_entropy.differentiate_rows, 2)):
-        arguments = *[logits] * matrices, torch.ones(4, dtype=torch.int64), numbers, numbers, numbers, 61, 64, 4096
-        assert any("st.global" in line for line in compile_to_ptx(kernel, arguments, target, num_warps=8))

@@ -11,11 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops import uninterpreted
-from tests.ops.operands import (
-    find_plan,
-    gather_module,
-    random_of,
-)
+from tests.ops.operands import find_plan, gather_module, random_of
 
 from stretto import ops
 from stretto.memory import gpus

@@ -183,8 +183,7 @@ def fail_half_way(way):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "way",
-    ["one shot", "two shots", "scattered packets", "tiles", "tiles by copies", "pushes", "pulls", "copies"],
+    "way", ["one shot", "two shots", "scattered packets", "tiles", "tiles by copies", "pushes", "pulls", "copies"]
 )
 def test_a_call_that_failed_half_way_on_all_ranks_does_not_harm_the_next(interpret, way):
     for results in interpret(2, fail_half_way, way):

@@ -118,20 +118,7 @@ def gather_arguments(
     own = describe_rows(x, gemm)
     shard = GatherShard(rows, None if scales is None else torch.empty(rows), direct, tl.constexpr(True))
     moves = RowMoves(x, gathered, rows, 1 << 18, 16, tl.constexpr(direction == "push"))
-    return (
-        channel,
-        producer,
-        consumer,
-        gemm,
-        shares,
-        shard,
-        *([moves] if by_programs else []),
-        own,
-        a,
-        b,
-        bias,
-        c,
-    )
+    return (channel, producer, consumer, gemm, shares, shard, *([moves] if by_programs else []), own, a, b, bias, c)
 
 
 def scatter_arguments(

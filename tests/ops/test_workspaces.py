@@ -14,7 +14,6 @@ from stretto.ops import maintenance
 
 
 def call_all(group):
-    """One call of each kind of workspace; their results."""
     rank = dist.get_rank()
     x, weight = random_of(rank, 16, 16).round(), random_of(10 + rank, 24, 16).round()
     plans = (

@@ -83,5 +83,4 @@ class PeftModel(nn.Module):
 
 
 def adapters(model: nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The adapters' parameters, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}

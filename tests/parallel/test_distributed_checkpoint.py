@@ -101,7 +101,6 @@ def load(model: nn.Module, optimizer: Any, folder: Path, name: str = "optim", **
 
 
 def start_by_fsdp2(kind: str, folder: Path, name: str) -> list[float]:
-    """Train, save, train on."""
     model, optimizer = by_fsdp2(kind)
     train(model, optimizer, 0)
     save(model, optimizer, folder, name)
@@ -133,7 +132,6 @@ def test_an_fsdp2_run_is_continued_on_other_grids(kind: str, name: str, ranks: M
 
 
 def start_on_grid(kind: str, sizes: Sizes, folder: Path) -> list[float]:
-    """Train, save, train on."""
     model, optimizer, grid = by_stretto(kind, sizes)
     train(model, optimizer, 0, grid)
     save(model, optimizer, folder, planner=SegmentSavePlanner() if kind == "gpt2" else None)

@@ -51,12 +51,7 @@ def test_fused_parts_are_each_split_over_x() -> None:
     shards = {
         (x, z): layout.shard(whole, sizes, {"data": 0, "x": x, "y": 0, "z": z}).tolist() for x in (0, 1) for z in (0, 1)
     }
-    assert shards == {
-        (0, 0): [10, 11, 20],
-        (0, 1): [21, 30, 31],
-        (1, 0): [12, 13, 22],
-        (1, 1): [23, 32, 33],
-    }
+    assert shards == {(0, 0): [10, 11, 20], (0, 1): [21, 30, 31], (1, 0): [12, 13, 22], (1, 1): [23, 32, 33]}
 
 
 @pytest.mark.parametrize("segments", [1, 3])

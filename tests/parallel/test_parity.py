@@ -46,9 +46,7 @@ VARIANTS = {
         has_ignored_targets=True,
     ),
     "grouped-query": Case(
-        GPT,
-        (gpt(kv_heads=4, positions="rotary", norm="rmsnorm", activation="swiglu"),),
-        reshard="after_forward",
+        GPT, (gpt(kv_heads=4, positions="rotary", norm="rmsnorm", activation="swiglu"),), reshard="after_forward"
     ),
     "micro-batched": Case(GPT, (gpt(tie_embeddings=False),), has_ignored_targets=True, micro_batches=2, batch=16),
     "checkpointed": Case(

@@ -261,7 +261,10 @@ def resized() -> list[str]:
     """Return what `resize_token_embeddings` says of a model with roles, and of one that is sharded block by block."""
     messages = []
     for blocks in (None, ["model.layers.*"]):
-        model = parallelize(small_llama(), Grid(x=2) if blocks is None else Grid(z=2), blocks=blocks)
+        model = small_llama()
+        numbers = [model.num_parameters(exclude_embeddings=without) for without in (False, True)]
+        model = parallelize(model, Grid(x=2) if blocks is None else Grid(z=2), blocks=blocks)
+        assert [model.num_parameters(exclude_embeddings=without) for without in (False, True)] == numbers
         embedding = model.get_input_embeddings()
         with pytest.raises(ValueError) as error:
             model.resize_token_embeddings(128)

@@ -8,6 +8,7 @@ import dataclasses
 import pickle
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -146,6 +147,11 @@ def refusals(sizes: dict[str, int]) -> dict[str, str]:
     optimizer = torch.optim.SGD(early.parameters(), 0.1)
     parallelize(early, grid)(x).sum().backward()
     found["optimizer made before"] = message_of(optimizer.step)
+    if "z" in sizes:
+        for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
+            made = kind(early.parameters())
+            found[kind.__name__] = message_of(partial(made.step, lambda: 0.0))
+            assert found[kind.__name__].startswith(f"torch.optim.{kind.__name__} cannot update shards")
     nested = chain()
     for block in nested:
         parallelize(block, grid)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -32,6 +33,8 @@ def wrap(sizes: dict[str, int], by_blocks: bool) -> list[str]:
                 messages.append(str(error))
             else:
                 messages.append("")
+    with pytest.raises(ValueError, match=r"LoraModel adapts a model .*: call peft.get_peft_model first, then parallel"):
+        get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
     assert type(DistributedDataParallel(nn.Linear(2, 2))(torch.ones(2))) is torch.Tensor  # other modules as ever
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert set(get_model_state_dict(model)) == set(model.state_dict())  # it looks for wrappers

@@ -43,10 +43,7 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-PRECISIONS = {
-    "fp64-adamw": Precision(torch.float64, adamw, 1e-10),
-    "fp32-sgd": Precision(torch.float32, sgd, 1e-5),
-}
+PRECISIONS = {"fp64-adamw": Precision(torch.float64, adamw, 1e-10), "fp32-sgd": Precision(torch.float32, sgd, 1e-5)}
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ H200X4 = stretto.Cluster(
 )
 PCI_EXPRESS = stretto.cluster.NodeLink(bandwidth=50e9)
 H200X4_FULL = replace(
-    H200X4,
-    gpu=replace(H200X4.gpu, memory_bandwidth=4.8e12, peak_flops=stretto.cluster.FlopRates(bf16=989e12)),
+    H200X4, gpu=replace(H200X4.gpu, memory_bandwidth=4.8e12, peak_flops=stretto.cluster.FlopRates(bf16=989e12))
 )
 
 
@@ -221,14 +220,7 @@ def test_a_plan_that_does_not_fit_names_what_is_too_large_and_what_would_make_it
         in_node=stretto.cluster.NodeLink(bandwidth=100e9),
     )
     plans = stretto.plan(
-        "gpt-5b",
-        small,
-        gpus=4,
-        batch=8,
-        seq_len=2048,
-        cost="paper",
-        recompute="none",
-        reshard="after_backward",
+        "gpt-5b", small, gpus=4, batch=8, seq_len=2048, cost="paper", recompute="none", reshard="after_backward"
     )
     assert not any(plan.fits for plan in plans)
     for plan in plans:
@@ -444,12 +436,7 @@ def test_peak_memory_of_a_model_without_roles_is_within_5_percent_of_what_real_r
 @pytest.mark.parametrize("grid", [{"z": 2}, {"x": 2, "z": 2}, {"x": 2, "y": 2}, {"y": 2, "z": 2}], ids=str)
 @pytest.mark.parametrize(
     ("micro_batch", "options"),
-    [
-        (8, {}),
-        (8, {"reshard": "after_forward"}),
-        (8, {"recompute": "full"}),
-        (4, {"reshard": "gradients_after_step"}),
-    ],
+    [(8, {}), (8, {"reshard": "after_forward"}), (8, {"recompute": "full"}), (4, {"reshard": "gradients_after_step"})],
     ids=str,
 )
 @pytest.mark.parametrize("by_blocks", [False, True])

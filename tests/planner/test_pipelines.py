@@ -34,13 +34,7 @@ from stretto.planner.pipeline.cost import (
     replay,
 )
 from stretto.planner.pipeline.memory import checkpoint_interval, count_live, pipeline_memory
-from stretto.planner.pipeline.stage_times import (
-    HopTimes,
-    PipelineParts,
-    StageLayout,
-    place_stages,
-    stages_of_ranks,
-)
+from stretto.planner.pipeline.stage_times import HopTimes, PipelineParts, StageLayout, place_stages, stages_of_ranks
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import build_schedule, live_micro_batches
 

@@ -3,15 +3,7 @@
 
 import pytest
 
-from lab.papers.experts import (
-    STEPS,
-    min_memory,
-    mixture,
-    plan_bars,
-    plan_sizes,
-    plan_steps,
-    ted_bytes,
-)
+from lab.papers.experts import STEPS, min_memory, mixture, plan_bars, plan_sizes, plan_steps, ted_bytes
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
 from stretto.planner import plan, predict, read_architecture

@@ -23,7 +23,6 @@ def line(label: object = 0, numbers: list[object] | None = None, categories: lis
 
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
-    """A folder for logs."""
     (tmp_path / "logs").mkdir()
     return tmp_path / "logs"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.report.test_run_report import png_size
 from tests.train import runs
 
 from stretto.report import Timeline, plot_timeline, read_timeline, write_report
@@ -287,12 +288,6 @@ def test_intervals_agree_with_sets_of_whole_moments() -> None:
         left = subtract(merge(sets[0]), merge(sets[1]))
         assert {moment for start, end in left for moment in range(int(start), int(end))} == busy - other
         assert total(left) == len(busy - other)
-
-
-def png_size(file: Path) -> tuple[int, int]:
-    header = file.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(header[16:20]), int.from_bytes(header[20:24])
 
 
 def sample() -> dict[str, Any]:

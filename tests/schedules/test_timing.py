@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 from tests.schedules.bubbles import bubble_time
 from tests.schedules.test_generators import numbers
 
-from stretto.schedules import (
-    SCHEDULES,
-    ScheduleError,
-    StageCosts,
-    StageLinks,
-    build_schedule,
-    parse_csv,
-    simulate,
-)
+from stretto.schedules import SCHEDULES, ScheduleError, StageCosts, StageLinks, build_schedule, parse_csv, simulate
 
 
 def uniform(schedule, *times, **options):

@@ -9,12 +9,7 @@ import pytest
 from stretto.cluster import Cluster
 from stretto.quantities import whole_nanoseconds
 from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute, of_cluster, parse_topology
-from stretto.simulator.collectives import (
-    CollectiveOptions,
-    add_collective,
-    closed_form_seconds,
-    simulate_collective,
-)
+from stretto.simulator.collectives import CollectiveOptions, add_collective, closed_form_seconds, simulate_collective
 from stretto.simulator.network import DirectedLink, NetworkTopology, fully_connected, ring, switch
 
 GB = 2**30

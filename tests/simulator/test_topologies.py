@@ -10,16 +10,7 @@ import pytest
 
 from stretto.cluster import GPU, Cluster, NetworkLink, NodeLink
 from stretto.simulator import of_cluster, parse_topology
-from stretto.simulator.network import (
-    DirectedLink,
-    NetworkTopology,
-    dragonfly,
-    fat_tree,
-    rails,
-    read_graph,
-    ring,
-    torus,
-)
+from stretto.simulator.network import DirectedLink, NetworkTopology, dragonfly, fat_tree, rails, read_graph, ring, torus
 
 
 def hops(topology, source, target):

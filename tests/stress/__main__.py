@@ -24,8 +24,7 @@ def stress(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of all random choices (default: a random one).")] = None,
     results: Annotated[
-        int | None,
-        typer.Option(help="End when each configuration has this many results (default: after --minutes)."),
+        int | None, typer.Option(help="End when each configuration has this many results (default: after --minutes).")
     ] = None,
     resume: Annotated[
         Path | None, typer.Option(help="JSON file: continue from its results, and add the new ones.")

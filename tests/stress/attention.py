@@ -67,7 +67,6 @@ class AttentionCase(WorkspaceCase):
             self._expected.append([out[:, :, rows].bfloat16(), *zeros, of_v[:, :, rows].bfloat16()])
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         *operands, grad = self._calls[entry]
         leaves = [each.detach().requires_grad_() for each in operands]
         with torch.enable_grad():

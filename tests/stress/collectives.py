@@ -155,7 +155,6 @@ class CollectiveCase(StressCase):
         return parts.sum(0)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         self._memories[entry].copy_(self._templates[entry])
         if self._kernel is not None:
             self._kernel(*self._inputs[entry])
@@ -186,7 +185,6 @@ class CollectiveCase(StressCase):
             workspace._copy_memory.buffer()[HEAD:_COPY_POISONED].fill_(POISON_BYTE)
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         if self._kernel is not None:
             self._kernel.workspace.check()
 
@@ -236,12 +234,10 @@ def _find_sizes(algorithm: str, ranks: int) -> dict[str, Any]:
 
 
 def _suits(algorithm: str, ranks: int) -> bool:
-    """True if an algorithm supports this number of ranks."""
     return ranks == 8 or algorithm != "dgx1-all-gather"
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the collectives."""
     forms: list[tuple[str, str, str]] = []
     for index, algorithm in enumerate(ALGORITHMS):
         forms += [(algorithm, "fused", protocol) for protocol in PROTOCOLS]

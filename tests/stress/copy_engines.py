@@ -65,7 +65,6 @@ class CopyEngineGatherCase(StressCase):
         return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         wholes = self._wholes[entry]
         for shard, whole, rows in zip(self._shards, wholes, self._rows, strict=True):
             shard.copy_(self._own_rows(whole, rows))
@@ -93,7 +92,6 @@ class CopyEngineGatherCase(StressCase):
                 place.whole.fill_(float("nan"))
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         if self._gather._channel is not None:
             self._gather._channel.check()
 
@@ -126,7 +124,6 @@ class CopyEngineScatterCase(StressCase):
         return whole[self._team.rank * chunk : (self._team.rank + 1) * chunk]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         expected = self._expected[entry]
         pending: list[Pending] = []
         oldest = 0
@@ -138,17 +135,14 @@ class CopyEngineScatterCase(StressCase):
         return [Check(one.wait(), right) for one, right in zip(pending, expected, strict=True)]
 
     def poison(self) -> None:
-        """Fill the workspaces with poison."""
         size = (self._team.world - 1) * self._scatter._ring
         self._scatter._channel.tensor((size,), torch.uint8).fill_(0xFF)
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         self._scatter._channel.check()
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of copy engines in training."""
     bf16, fp32 = torch.bfloat16, torch.float32
     return [
         Configuration(

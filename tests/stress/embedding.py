@@ -175,7 +175,6 @@ class EmbeddingCase(StressCase):
         return found
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         action = self._look_up.action
         if action in ("forward", "alone"):
             return [Check(self._look_up_once(entry), self._outputs[entry])]
@@ -291,7 +290,6 @@ class EmbeddingCase(StressCase):
             ring._captures = [None] * ring.outputs
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         self._faults.check()
         if self._look_up.action != "alone":
             ops.check_indices(self._team.group)
@@ -320,7 +318,6 @@ class MoveCase(StressCase):
             self._calls.append((held, chosen, places, expected))
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         from stretto.ops.embedding.move_rows import move_rows
 
         held, chosen, places, expected = self._calls[entry]
@@ -330,7 +327,6 @@ class MoveCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the embedding look-ups."""
     found: dict[str, tuple[str, LookUp, tuple[str, ...]]] = {}
     tiles = ((1, 8, 4), (4, 2, 8), (8, 1, 8), (2, 4, 2))
     for number, order in enumerate(ORDERS):

@@ -79,7 +79,6 @@ class ExchangeCase(WorkspaceCase):
             self._expected.append(expected)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         x, ids, weights, grad = self._calls[entry]
         leaves = x.detach().requires_grad_(), weights.detach().requires_grad_()
         with torch.enable_grad():
@@ -99,7 +98,6 @@ class ExchangeCase(WorkspaceCase):
         return sent.rows * (experts + self._team.rank * LOCAL + 1).to(sent.rows.dtype)[:, None]
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         super().check()
         if self._max_rows is not None:
             moe.check_rows(self._team.group)
@@ -124,7 +122,6 @@ class ScheduleCase(ExchangeCase):
         self._schedule = compile_all_to_all(algorithm, team.world)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         x, ids, weights, grad = self._calls[entry]
         leaves = x.detach().requires_grad_(), weights.detach().requires_grad_()
         with torch.enable_grad():
@@ -147,7 +144,6 @@ class ArrivalsCase(ExchangeCase):
         self._weight = torch.stack([one * (team.rank * LOCAL + expert + 1) for expert in range(LOCAL)])
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         x, ids, weights, grad = self._calls[entry]
         places = find_places(
             x, ids, weights, self._experts, self._team.group, max_rows=self._max_rows, implementation="kernel"
@@ -170,7 +166,6 @@ class ArrivalsCase(ExchangeCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the exchange."""
     several = 2
     arrivals = [
         Configuration(

@@ -62,7 +62,6 @@ class CopiesCase(StressCase):
         return sums, valid, spread, spread, (x[:, None] * copies).sum(2)
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         from stretto.ops.moe import permutation
 
         x, rows, positions, weights, is_valid = self._calls[entry]
@@ -123,7 +122,6 @@ class GatedCase(StressCase):
         return activation.gate_on_gpu(x), activation.gate_gradient_on_gpu(x, grad), product, of_both, *weighed
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
 
 
@@ -142,7 +140,6 @@ class ClearingCase(StressCase):
             self._offsets.append(torch.cat((torch.zeros_like(ends[:1]), ends)))
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         from stretto.ops.moe.grouped.matmul import clear_empty, clear_padding
 
         offsets, found = self._offsets[entry], self._whole.clone()
@@ -193,7 +190,6 @@ class GroupedCase(StressCase):
         return out.detach(), *torch.autograd.grad(out, [*leaves, factors], grad.to(dtype))
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         pairs = zip(self._run(entry, "kernel"), self._expected[entry], strict=True)
         return [Check(found.contiguous(), right.contiguous()) for found, right in pairs]
 
@@ -234,7 +230,6 @@ class LossCase(StressCase):
         return sums.log() + highest - of_target, gradient
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
 
 
@@ -268,7 +263,6 @@ class NormCase(StressCase):
         return [out, *norm_gradient_on_gpu(x, weight, scales, grad, 1.0)]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         return [Check(found, right) for found, right in zip(self._run(entry), self._expected[entry], strict=True)]
 
 
@@ -290,7 +284,6 @@ class RotaryCase(StressCase):
         ]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         from stretto.ops.rotary import rotate_and_split, rotate_back_and_join, turn_on_gpu
 
         qkv, cos, sin = self._calls[entry]
@@ -327,7 +320,6 @@ class CastCase(StressCase):
         ]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         from stretto.ops import fp8_casts
 
         x = self._inputs[entry]

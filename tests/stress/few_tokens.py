@@ -59,7 +59,6 @@ class FewTokensCase(StressCase):
             self._expected.append((expected.to(dtype), torch.zeros(1, dtype=torch.int32, device=team.device)))
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         x, ids, weights = self._calls[entry]
         with torch.no_grad():
             sent = moe.dispatch_few(
@@ -84,13 +83,11 @@ class FewTokensCase(StressCase):
             workspace.packets[:, : workspace.first] = -1
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         for workspace in self._list_workspaces():
             workspace.channel.check()
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of few tokens."""
     several = 2
     return [
         Configuration(

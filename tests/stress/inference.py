@@ -22,6 +22,7 @@ from stretto.ops.row_sums.norm import Norm, normalize_by_torch
 ENTRIES = 6
 EPS = 2.0**-10
 _GEMM = "ops.small_m.gemm_exchange"
+_WHOLE = "ops.decoding.matmul_all_reduce_norm.multiply_sum_normalize"
 _LEAVES = "ops.invariant.kernels.sum_leaves"
 _SUMS = "ops.row_sums.kernel.sum_and_normalize"
 _EXPERTS = "ops.invariant.grouped.sum_expert_leaves"
@@ -67,7 +68,6 @@ class SumCase(WorkspaceCase):
             raise AssertionError("sums of so many numbers are rounded")
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         (x, residual), (added, normed) = self._inputs[entry], self._expected[entry]
         group, options = self._team.group, {"invariant": self._is_invariant, "implementation": "kernel"}
         with torch.no_grad():
@@ -117,7 +117,6 @@ class PagedCase(StressCase):
             return ops.paged_attention(*operands, **options, invariant=self._is_invariant, implementation="kernel")
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         return [Check(self._attend(entry), self._expected[entry])]
 
 
@@ -134,7 +133,6 @@ class NormCase(StressCase):
         self._expected = [normalize_by_torch(x, self._weight, None, norm) for x in self._inputs]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         found = ops.invariant_norm(self._inputs[entry], self._weight, eps=EPS, norm="layer")
         return [Check(found, self._expected[entry])]
 
@@ -163,14 +161,12 @@ class RotationCase(StressCase):
         self._caches = [whole.new_zeros(2, tokens + ENTRIES, kv_heads, size) for _ in range(2)]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         *operands, places = self._inputs[entry]
         query = rotate_and_store(*operands, *self._caches, places)
         stored = (each.flatten(0, 1)[places] for each in self._caches)
         return [Check(one, right) for one, right in zip((query, *stored), self._expected[entry], strict=True)]
 
     def poison(self) -> None:
-        """Fill the cache with poison."""
         for each in self._caches:
             each.fill_(torch.nan)
 
@@ -208,11 +204,9 @@ class NewTokensCase(StressCase):
                 raise AssertionError(f"attention of {batch} is wrong")
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         return [Check(attend_new_tokens(*self._calls[entry]), self._expected[entry])]
 
     def poison(self) -> None:
-        """Fill the new tokens' places with poison."""
         for (call, *_), places in zip(self._calls, self._places, strict=True):
             for cache in (call.keys, call.values):
                 cache.flatten(0, 1)[places] = torch.nan
@@ -241,13 +235,11 @@ class ExpertsCase(StressCase):
             self._expected.append(product.bfloat16())
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its result with the expected one."""
         x, offsets = self._inputs[entry]
         return [Check(multiply_groups(x, self._weight, offsets, self._leaves), self._expected[entry])]
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of inference."""
     powers = (1, 2, 4, 8)
     sums = [
         Configuration(
@@ -259,8 +251,8 @@ def list_configurations() -> list[Configuration]:
             suits=lambda ranks, is_invariant=is_invariant: (ranks in powers or not is_invariant) and ranks > 1,
         )
         for name, covers, kernels, form, rows, is_invariant, dtype in (
-            ("product-norm", "product, sum, residual and norm", (_GEMM, _SUMS), "product", 16, False, torch.bfloat16),
-            ("product-norm-fp32", "the same in fp32", (_GEMM, _SUMS), "product", 3, False, torch.float32),
+            ("product-norm", "product, sum, residual and norm", (_WHOLE,), "product", 2, False, torch.bfloat16),
+            ("product-norm-rows", "the same of many rows", (_GEMM, _SUMS), "product", 70, False, torch.float32),
             ("sum-norm", "all-reduce, residual and norm", (_SUMS,), "sum", 33, False, torch.bfloat16),
             ("invariant-norm", "an invariant product and norm", (_LEAVES, _SUMS), "product", 70, True, torch.bfloat16),
             ("invariant-sum", "ranks added by a tree", (_SUMS,), "sum", 5, True, torch.float16),

@@ -84,11 +84,9 @@ class WorkspaceCase(StressCase):
     _team: Team
 
     def poison(self) -> None:
-        """Fill the workspaces with poison."""
         poison_workspaces(self._team)
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         check_workspaces(self._team)
 
 
@@ -172,7 +170,6 @@ class OperatorCase(WorkspaceCase):
         return of_rows, of_columns
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         call = self._call
         options: dict[str, Any] = {"bias": self._bias, "implementation": call.plan or "kernel"}
         if call.reduce_dtype is not None:
@@ -221,7 +218,6 @@ class MlpCase(WorkspaceCase):
         self._gate = gates[rank].to(dtype) if is_gated else None
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         out = ops.mlp(
             self._inputs[entry],
             self._up,
@@ -485,7 +481,6 @@ _IN_HALVES = ("all-gather/push", "all-gather/copies", "reduce-scatter/programs",
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the operators."""
     found = []
     for name, (covers, call) in _GATHERS.items():
         found.append(_configure(f"all-gather/{name}", covers, replace(call, operator="all_gather_matmul")))
@@ -530,7 +525,6 @@ def _crosses_nodes(call: OperatorVariant) -> bool:
 
 
 def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
-    """The kernels that a call launches."""
     if call.plan is None:
         return DEFAULT
     if call.schedule is not None:

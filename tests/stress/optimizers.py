@@ -23,7 +23,7 @@ _HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
 _TRIANGLE = "ops.symmetric.multiply_triangle"
-_PRUNED = "optim.sparse.kernels._compress", "optim.sparse.kernels._expand"
+_PRUNED = tuple(f"optim.sparse.kernels.{name}" for name in ("_add", "_compress", "_expand"))
 
 
 class AdamWCase(StressCase):
@@ -59,7 +59,6 @@ class AdamWCase(StressCase):
         return parameter, first, second, copy
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
 
 
@@ -104,7 +103,6 @@ class MixedPrecisionCase(StressCase):
         return buffer, weight, low, first, second, wide
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
 
 
@@ -149,7 +147,6 @@ class HostStateCase(StressCase):
         return store.weights.clone(), *(array.to(store.device, copy=True) for array in store.slots(0).values())
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Make the call with input number `entry`, and pair its results with the expected ones."""
         found = self._step(self._stores[0], entry)
         return [Check(one, right) for one, right in zip(found, self._expected[entry], strict=True)]
 
@@ -169,7 +166,6 @@ class PrunedWeightsCase(StressCase):
         self._expected = [(dense[mask] * 2, torch.where(mask, dense * 2, 0)) for dense in self._dense]
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         dense, index = self._dense[entry], self._index
         left, wide = dense.new_empty(index.count), torch.zeros_like(dense)
         for adds in (False, True):
@@ -219,7 +215,6 @@ class HashCase(StressCase):
             self._expected.append(right.to(team.device).view(1))
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         from stretto.train import bit_hash_kernel
 
         total = torch.zeros(1, dtype=torch.int64, device=self._device)
@@ -228,7 +223,6 @@ class HashCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of optimizers, and that of the hash of weights."""
     return [
         Configuration("weights/hash", "optimizer", (_HASH,), "hashes that replicas compare", HashCase),
         Configuration("optimizer/pruned", "optimizer", _PRUNED, "compressed, added up and expanded", PrunedWeightsCase),

@@ -57,7 +57,6 @@ class TileCase(StressCase):
         return self.team.integers(shape, entry, peer, low=-_LARGEST, high=_LARGEST).int()
 
     def make_input(self, entry: int) -> Tensor:
-        """The input of this rank."""
         return self.draw(entry, self.rank)
 
     def expect(self, entry: int) -> Tensor:
@@ -77,21 +76,17 @@ class TileCase(StressCase):
         return self.channel.begin("stress", self.producer, self.producer, mode, slot=slot, by_copies=by_copies)
 
     def run(self, x: Tensor, out: Tensor) -> None:
-        """Call the kernels."""
         raise NotImplementedError
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         out = self.make_output()
         self.run(self.inputs[entry], out)
         return [Check(out, self.expected[entry])]
 
     def poison(self) -> None:
-        """Fill the workspaces with poison."""
         self.buffer(2 * self.numbers).fill_(-1)
 
     def check(self) -> None:
-        """Raise the error that the device has reported."""
         self.channel.check()
 
 
@@ -433,7 +428,6 @@ class PutCase(StressCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of the tile primitives."""
     bf16, fp32 = torch.bfloat16, torch.float32
     made: dict[str, tuple[str, tuple[str, ...], Callable[[Team], StressCase]]] = {
         "push": ("push, notify by broadcast, wait", (BEGIN,), partial(PushCase, has_slots=False)),

@@ -74,7 +74,6 @@ class TensorParallelCase(WorkspaceCase):
         return expected
 
     def call(self, entry: int) -> Sequence[Check]:
-        """Enqueue the call with input number `entry`, and pair its results with the expected ones."""
         x, ids, weights, up, down, grad = self._calls[entry]
         leaves = [one.bfloat16().requires_grad_() for one in (x, up, down)]
         factors = weights.float().requires_grad_()
@@ -90,7 +89,6 @@ class TensorParallelCase(WorkspaceCase):
 
 
 def list_configurations() -> list[Configuration]:
-    """All configurations of tensor-parallel experts."""
     several = 2
     return [
         Configuration(

@@ -231,11 +231,7 @@ def run_interpreted(only: str | None, results: int) -> stress_run.StressReport:
 @pytest.mark.long
 def test_interpreted_ranks_find_nothing_and_launch_the_kernels_that_configurations_name():
     report = run_interpreted("tiles/packets,all-gather/copies,copy/direct-all-gather/Copy", results=20)
-    assert set(report.configurations) == {
-        "tiles/packets",
-        "all-gather/copies",
-        "copy/direct-all-gather/Copy",
-    }
+    assert set(report.configurations) == {"tiles/packets", "all-gather/copies", "copy/direct-all-gather/Copy"}
     assert all(set(account.modes) == {"eager", "groups"} for account in report.accounts.values())
 
 

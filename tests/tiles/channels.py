@@ -5,16 +5,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from tests.ops.operands import random_of
 from tests.processes import LIMIT
 from tests.tiles import kernels
 
 from stretto import tiles
-
-
-def random_of(rank, *shape, dtype=torch.float32, seed=0):
-    """The same numbers on whichever rank asks for them."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * seed + rank)).to(dtype)
-
 
 COLUMNS, BLOCK = 24, 32
 

@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.tiles import example
-from tests.tiles.channels import (
-    random_of,
-)
+from tests.tiles.channels import random_of
 
 from stretto import tiles
 

@@ -56,10 +56,7 @@ def mix_calls(calls, start):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("calls", "start"),
-    [
-        (12, 2**31 - 10),
-        *(pytest.param(24, start, marks=pytest.mark.exhaustive) for start in (0, 2**31 - 20, -20)),
-    ],
+    [(12, 2**31 - 10), *(pytest.param(24, start, marks=pytest.mark.exhaustive) for start in (0, 2**31 - 20, -20))],
 )
 def test_counters_serve_call_after_call_past_stragglers_and_around_their_end(interpret, calls, start):
     assert interpret(3, mix_calls, calls, start) == [[]] * 3

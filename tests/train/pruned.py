@@ -12,7 +12,7 @@ from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import Masks
 from stretto.optim.state.loss_scale import LossScaleOptions
-from stretto.parallel import Grid, count_collectives, no_sync, parallelize
+from stretto.parallel import Grid, Pipeline, count_collectives, no_sync, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
 from stretto.train.pruning import prune
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update, sgd_update, tiled_update
@@ -61,7 +61,7 @@ def train_both(sizes: dict[str, int], case: dict[str, Any]) -> dict[str, Any]:
     for is_pruned in (False, True):
         torch.manual_seed(0)
         model = parallelize(
-            GPT(GPTConfig(**SHAPE)),
+            GPT(GPTConfig(**SHAPE | {"layers": max(SHAPE["layers"], grid.size("pipe"))})),
             grid,
             dtype=dtype,
             recompute=case.get("recompute", "none"),
@@ -86,16 +86,19 @@ def _train(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     generator = torch.Generator().manual_seed(7)
     losses = []
+    pipeline = Pipeline(model, grid, micro_batch_size=ROWS // grid.size("batch") // 2)
     for _ in range(STEPS):
         tokens = torch.randint(64, (ROWS, 8), generator=generator)
         mine = tokens.chunk(grid.size("batch"))[grid.coordinate("batch")]
-        total = 0.0
-        for number, part in enumerate(mine.chunk(2)):
-            with nullcontext() if number == 1 else no_sync(model):
-                loss = model(part, part, tokens.numel())
-                stored.scale_loss(loss).backward()
-            total += float(loss.detach())
-        losses.append(total)
+        if grid.size("pipe") > 1:
+            losses.append(float(pipeline.step(mine, mine, scale_loss=stored.scale_loss)))
+        else:
+            losses.append(0.0)
+            for number, part in enumerate(mine.chunk(2)):
+                with nullcontext() if number == 1 else no_sync(model):
+                    loss = model(part, part, tokens.numel())
+                    stored.scale_loss(loss).backward()
+                losses[-1] += float(loss.detach())
         if not is_pruned:
             _mask_gradients(stored, masks)
         stored.step(1e-2)

@@ -85,7 +85,6 @@ def train_and_listen(config: TrainConfig) -> list[str]:
 
 
 def flip_bit(file: Path, bit: int) -> None:
-    """Flip a bit of a file."""
     with open(file, "r+b") as opened:
         opened.seek(bit // 8)
         (byte,) = opened.read(1)
@@ -195,7 +194,6 @@ def as_format_1(checkpoint: Path) -> None:
 
 
 def save_with_a_small_index(out: Path, max_bytes: int) -> str:
-    """Save a model where an index may have the given bytes. Returns the error."""
     with mock.patch.object(checkpoint_storage, "MAX_METADATA_BYTES", max_bytes):
         try:
             save_steps(out, [1], keep=1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pruned models: masks on any grid, training beside dense training under the mask, checkpoints, and errors."""
 
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tests.train.runs import metrics_of
 from tests.train.test_stored_optimizer import GRIDS_OF_8, configure, differences, run_all, weights_of
 from torch import nn
 
+from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import EarlyBird, Masks, WeightMask
 from stretto.parallel import Grid, Pipeline, parallelize
@@ -20,6 +22,12 @@ from stretto.train.checkpoint import checkpoint_path
 from stretto.train.checkpoint.metadata import read_metadata
 from stretto.train.pruning import prunable, prune
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
+
+PIPELINES_OF_8 = [
+    {"pipe": pipe, "data": data, "x": x, "y": y, "z": z}
+    for pipe, data, x, y, z in product((2, 4, 8), *[(1, 2, 4)] * 4)
+    if pipe * data * x * y * z == 8
+]
 
 # In bits where two ranks at most are summed; in fp32 with SGD elsewhere, which turns no noise into steps.
 CASES: dict[str, dict[str, Any]] = {
@@ -43,12 +51,14 @@ def compare_cases(sizes: dict[str, int], names: list[str]) -> dict[str, Any]:
 
 def check_cases(ranks: Any, sizes: dict[str, int], names: list[str]) -> None:
     sums_of_two = max(sizes.get("data", 1) * sizes.get("z", 1) * sizes.get(axis, 1) for axis in "xy") <= 2
-    for found in ranks(prod(sizes.values())).run(compare_cases, sizes, names, timeout=600):
-        for name, result in found.items():
-            limit = 0 if sums_of_two and name in CASES else 1e-6
-            worst = max(result["differences"].items(), key=lambda item: item[1])
+    found = ranks(prod(sizes.values())).run(compare_cases, sizes, names, timeout=600)
+    for name in names:
+        limit = 0 if sums_of_two and name in CASES else 1e-6
+        for of_rank in found:
+            worst = max(of_rank[name]["differences"].items(), key=lambda item: item[1])
             assert worst[1] <= limit, (name, worst)
-            assert result["pruned"]["numbers"] < 0.7 * result["dense"]["numbers"]  # with gaps, to multiples of 64
+        kept = [sum(of_rank[name][run]["numbers"] for of_rank in found) for run in ("pruned", "dense")]
+        assert kept[0] < 0.7 * kept[1]  # with gaps, to multiples of 64
 
 
 @pytest.mark.long
@@ -56,6 +66,7 @@ def check_cases(ranks: Any, sizes: dict[str, int], names: list[str]) -> None:
     ("sizes", "names"),
     [
         ({"z": 2}, ["odd masks", "clipped"]),
+        ({"pipe": 2, "z": 2}, ["odd masks"]),
         pytest.param({"data": 2}, ["host, split", "tiles"], marks=pytest.mark.exhaustive),
         pytest.param({"x": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
         pytest.param({"y": 2}, [*CASES, *NEAR], marks=pytest.mark.exhaustive),
@@ -68,7 +79,7 @@ def test_pruned_training_is_dense_training_under_the_mask(ranks: Any, sizes: dic
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("grid", GRIDS_OF_8, ids=lambda grid: "-".join(map(str, grid.values())))
+@pytest.mark.parametrize("grid", [*GRIDS_OF_8, *PIPELINES_OF_8], ids=lambda grid: "-".join(map(str, grid.values())))
 def test_pruned_training_is_dense_training_under_the_mask_on_8_ranks(ranks: Any, grid: dict[str, int]) -> None:
     check_cases(ranks, grid, ["fp32", *NEAR])
 
@@ -89,10 +100,10 @@ def test_integer_gradients_give_the_bits_on_any_ranks_and_z_carries_what_is_left
     for rank in found:
         assert rank["equal"]
         dense, pruned = rank["sent"]
-        if sizes["z"] <= 2:  # the messages of these small layers are shorter than z's rounding otherwise
+        if sizes.get("z") == 2:  # the messages of these small layers are shorter than z's rounding otherwise
             assert pruned["z"] < 0.3 * dense["z"]
     shares = [rank["shares"] for rank in found]
-    assert all(max(of_layer) - min(of_layer) <= 2 * sizes["z"] for of_layer in zip(*shares, strict=True))
+    assert all(max(of_layer) - min(of_layer) <= 2 * sizes.get("z", 1) for of_layer in zip(*shares, strict=True))
 
 
 @pytest.mark.long
@@ -263,6 +274,33 @@ def test_a_stage_without_trained_parameters_takes_part(ranks: Any) -> None:
     assert min(last[1]) >= 32
 
 
+def step_after(change: str) -> str:
+    """The error of a step after the weights of a pruned model were changed; and what is left after one, if none."""
+    grid = Grid(device="cpu")
+    model = parallelize(GPT(GPTConfig(**SHAPE)), grid)
+    make = adamw_update(betas=(0.9, 0.95), eps=1e-8)
+    stored = StoredOptimizer(model, grid, make, name="adamw", options=StateOptions("device"), masks=prune(model, 0.5))
+    weight = model.get_parameter("blocks.0.mlp.up.weight")
+    if change == "loaded":
+        model.load_state_dict({name: torch.ones_like(each) for name, each in model.state_dict().items()})
+    elif (masks := prune(model, 0.75, weights=stored.weight)) is not None and change == "pruned in both":
+        stored.prune(masks)
+    tokens = torch.arange(64).view(8, 8)
+    model(tokens, tokens, 64).backward()
+    try:
+        stored.step(1e-3)
+    except ValueError as error:
+        return str(error)
+    return f"{float((weight != 0).float().mean()):g} is left"
+
+
+def test_weights_that_the_optimizer_does_not_know_of_are_refused(ranks: Any) -> None:
+    for change in ("loaded", "pruned"):
+        (message,) = ranks(1).run(step_after, change)
+        assert "embedding.weight was written" in message or "blocks.0.attention.qkv.weight was written" in message
+    assert ranks(1).run(step_after, "pruned in both") == ["0.25 is left"]
+
+
 def test_what_is_pruned_of_a_plain_model_is_zero() -> None:
     model = Bank()
     names = set(prunable(model))
@@ -276,14 +314,27 @@ def test_what_is_pruned_of_a_plain_model_is_zero() -> None:
 
 
 @pytest.mark.parametrize("scope", ["layer", "global"])
-def test_weights_that_are_not_numbers_are_named(scope: Any) -> None:
+def test_weights_that_are_not_finite_are_named(scope: Any) -> None:
     model = Bank()
     with torch.no_grad():
-        model.layers[1].weight[2, 3] = float("nan")  # type: ignore[index, union-attr]
+        model.layers[1].weight[2, 3] = float("nan" if scope == "layer" else "inf")  # type: ignore[index, union-attr]
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(ValueError, match=r"layers\.1\.weight have numbers that are NaN"):
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.weight have numbers that are NaN, infinite or on the meta device"
+    ):
         prune(model, 0.5, scope=scope)
-    assert all(torch.equal(a[~a.isnan()], b[~a.isnan()]) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(torch.equal(a[a.isfinite()], b[a.isfinite()]) for a, b in zip(before, model.parameters(), strict=True))
+    masks = {f"layers.{number}.weight": torch.zeros(layer.weight.shape) for number, layer in enumerate(model.layers)}  # type: ignore[arg-type, union-attr]
+    assert prune(model, None, masks) is not None
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_a_layer_that_vanishes_and_zeros_that_remain_are_warned_of() -> None:
+    model = Bank()
+    with pytest.warns(UserWarning, match=r"nothing is left of layers\.0\.weight: exclude small weights"):
+        prune(model, 0.9)
+    with pytest.warns(UserWarning, match=r"layers\.1\.weight.*: more is left than is not zero"):
+        prune(model, 0.1, exclude=["layers.0.*"])
 
 
 def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
@@ -295,6 +346,8 @@ def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
         assert prune(model, 0.5, early_bird) is not None
         model.layers[2].weight.copy_(torch.randn(16, 8))  # type: ignore[operator, union-attr]
         assert prune(model, 0.5, early_bird) is None
+    with pytest.raises(ValueError, match="masks of another model or sparsity"):
+        prune(model, 0.4, early_bird)
 
 
 @pytest.mark.parametrize(
@@ -308,9 +361,14 @@ def test_a_model_is_pruned_once_its_masks_have_settled() -> None:
         ({"sparsity": 0.5, "exclude": ["layer.*"]}, "exclude has 'layer.*', which names no parameter"),
         ({"sparsity": 0.5, "method": {}}, "masks are given, which say what is left"),
         ({"sparsity": None, "method": {}}, "masks are of no number"),
-        ({"sparsity": None, "method": {"a": torch.ones(1)}}, "a mask is of 'a', which is no parameter"),
+        ({"sparsity": None, "method": {"a": torch.ones(1)}}, "a mask is of 'a', which is no trained parameter"),
         ({"sparsity": "0.5"}, "sparsity is '0.5', but must be at least 0 and less than 1; 0.9 would do"),
         ({"sparsity": None, "method": {"layers.1.weight": [[True]]}}, "is a list, but must be a tensor of bools"),
+        (
+            {"sparsity": None, "method": {"layers.1.weight": torch.eye(7, 5) * 2}},
+            "a dense tensor of bools, or of zeros",
+        ),
+        ({"sparsity": None, "method": {"layers.1.weight": torch.eye(7, 5)}, "exclude": ["a"]}, "leave both out"),
         ({"sparsity": None, "method": {"layers.1.weight": torch.ones(2, 2)}}, r"is \[2, 2\], but .* is \[7, 5\]"),
     ],
 )

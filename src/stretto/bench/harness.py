@@ -25,12 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 
 from stretto.atomic_files import write_atomically
 from stretto.cluster.detection import count_gpus, machine_kind
-from stretto.launch import (
-    allocator_environment,
-    changed_environment,
-    loopback_environment,
-    rank_variables,
-)
+from stretto.launch import allocator_environment, changed_environment, loopback_environment, rank_variables
 from stretto.launch.failures import RanksFailed, describe_signal
 from stretto.memory import allocated_bytes, shared_gpus
 from stretto.memory.mps import has_mps, mps_daemon, share_for

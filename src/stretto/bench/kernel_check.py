@@ -104,7 +104,6 @@ def check_rank(ranks: int, seconds: float, seed: int) -> KernelReport:
 
 
 def list_calls(device: torch.device) -> dict[str, CheckedCall]:
-    """All calls by name."""
     return dict([*_list_operators(device), *_list_collectives(device)])
 
 

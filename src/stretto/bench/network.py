@@ -168,7 +168,6 @@ class PutStream:
 
     @property
     def proxy(self) -> Proxy | NativeProxy:
-        """This rank's proxy."""
         assert self.memory.endpoint is not None
         return self.memory.endpoint.proxy
 

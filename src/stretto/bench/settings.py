@@ -134,5 +134,4 @@ class NetworkSetting:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of puts."""
         return list_sizes(self.smallest, self.largest, self.step)

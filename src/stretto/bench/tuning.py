@@ -48,8 +48,7 @@ def tune(setting: Any, ranks: int) -> list[Row]:
     these are not known).
     """
     is_of_training = isinstance(setting, ProductsTuning)
-    rows: list[Row] = run_ranks(ranks, _JOBS[type(setting)], ranks, setting, trains=is_of_training)
-    return rows
+    return run_ranks(ranks, _JOBS[type(setting)], ranks, setting, trains=is_of_training)
 
 
 def _row(problem: str, times: dict[str, float]) -> Row:

@@ -81,7 +81,6 @@ class LazyCommand(Command):
         self._make = make
 
     def load(self) -> Any:
-        """Make the command."""
         return self._make()
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -130,7 +129,6 @@ class App(typer.Typer):
 
 
 def make_command(name: str, made_of: Any) -> Any:
-    """Make a command of a function, or a group of an application."""
     if isinstance(made_of, typer.Typer):
         return typer.main.get_group(made_of)
     alone = App()

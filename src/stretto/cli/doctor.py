@@ -122,7 +122,6 @@ def _measure_ranks(ranks: int | None, cluster: str | None, folder: Path, *, as_j
 
 
 def _preflight_rank(cluster: "Cluster | None", folder: Path) -> "PreflightReport":
-    """The job of each rank."""
     import torch.distributed as dist
 
     from stretto.launch.preflight import check_machines

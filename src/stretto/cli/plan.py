@@ -38,10 +38,7 @@ Batch = Annotated[int | None, typer.Option(help="Global batch, in sequences.")]
 SeqLen = Annotated[int | None, typer.Option(help="Tokens per sequence.")]
 DocumentLengths = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE|pile",
-        help="Lengths of packed documents, in tokens, a line each; pile: long-tailed.",
-    ),
+    typer.Option(metavar="FILE|pile", help="Lengths of packed documents, in tokens, a line each; pile: long-tailed."),
 ]
 # Options under a heading of --help.
 _in_step = partial(typer.Option, rich_help_panel="How a step runs")
@@ -254,7 +251,6 @@ def plan(
 
 
 def _find_dlrm(path: Path) -> "DLRMTrainConfig | None":
-    """The configuration if it is a DLRM's."""
     from stretto.recommendation.training.config import DLRMTrainConfig
     from stretto.train.config import load_config
 

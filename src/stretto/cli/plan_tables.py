@@ -50,7 +50,6 @@ def print_modes(plans: "list[GridPlan]", cost: str) -> None:
 
 
 def print_inference(plans: "list[InferencePlan]", cluster: "Cluster", top: int) -> None:
-    """The table of `stretto plan --inference`."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

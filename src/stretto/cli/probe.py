@@ -70,7 +70,6 @@ def _measure(ranks: int, dtype: str, shapes: Sequence[tuple[int, int, int]] = ()
 
 
 def _measure_rank(ranks: int, dtype: str, shapes: tuple[tuple[int, int, int], ...]) -> dict[str, Any]:
-    """The job of each rank."""
     from stretto.bench.harness import time_steps
     from stretto.bench.host_times import measure_host_times
     from stretto.cluster.probe import measure

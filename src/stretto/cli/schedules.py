@@ -68,7 +68,6 @@ def load_schedule(name: str, given: Compilation, max_file_bytes: int = DEFAULT_M
 
 
 def write(schedule: "Schedule", output: Path | None) -> None:
-    """Write a schedule as XML to a file, or to standard output."""
     from stretto.collectives.xml import to_xml, write_schedule
 
     if output is not None:

@@ -16,7 +16,6 @@ UNKNOWN = "unknown"
 
 
 def describe(cluster: "Cluster") -> str:
-    """The table that `Cluster.describe` returns."""
     title = cluster.name + (f": {cluster.description}" if cluster.description else "")
     rows = list(_rows(cluster))
     width = max(len(label) for label, _ in rows)

@@ -74,18 +74,12 @@ def _detect_gpus() -> Detected | None:
     names = list(dict.fromkeys(_printable(device.name) for device in devices))
     # A grid gives every rank the same work, so in a mixed node the smallest memory is what counts.
     memory = float(min(device.total_memory for device in devices)) or None
-    sources = {
-        "gpu.name": "read from this machine by torch.cuda",
-        "gpu.memory": "read from this machine by torch.cuda",
-    }
+    sources = {"gpu.name": "read from this machine by torch.cuda", "gpu.memory": "read from this machine by torch.cuda"}
     datasheet = DATASHEETS.get(names[0]) if len(names) == 1 else None
     if datasheet is None:
         return len(devices), GPU(name=" + ".join(names)[:LONGEST_TEXT], memory=memory), sources
     gpu = GPU(
-        name=names[0],
-        memory=memory,
-        memory_bandwidth=datasheet.memory_bandwidth,
-        peak_flops=datasheet.peak_flops,
+        name=names[0], memory=memory, memory_bandwidth=datasheet.memory_bandwidth, peak_flops=datasheet.peak_flops
     )
     sources |= {"gpu.memory_bandwidth": datasheet.source, "gpu.peak_flops": datasheet.source}
     return len(devices), gpu, sources
@@ -188,9 +182,7 @@ DATASHEETS = {
     "NVIDIA L40S": Datasheet(_L40S, 864e9, "NVIDIA L40S datasheet"),
     "AMD Instinct MI210": Datasheet(_MI210, 1638.4e9, "AMD Instinct MI210 datasheet; fp64 and fp32 on matrix cores"),
     "AMD Instinct MI250X": Datasheet(
-        _MI250X_DIE,
-        1638.4e9,
-        "AMD Instinct MI250X datasheet, halved: torch sees each of its two dies as a device",
+        _MI250X_DIE, 1638.4e9, "AMD Instinct MI250X datasheet, halved: torch sees each of its two dies as a device"
     ),
     "AMD Instinct MI300X": Datasheet(_MI300X, 5.3e12, "AMD Instinct MI300X datasheet"),
 }

@@ -22,7 +22,6 @@ def preset_names() -> tuple[str, ...]:
 
 
 def read_preset(name: str) -> str:
-    """The text of a preset that `preset_names` lists."""
     return files("stretto.cluster").joinpath("presets", f"{name}.toml").read_text(encoding="utf-8")
 
 

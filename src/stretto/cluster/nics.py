@@ -60,7 +60,6 @@ class Nic:
     gbits: float | None
 
     def describe(self) -> str:
-        """The name, and what is known of it."""
         speed = [] if self.gbits is None else [f"{self.gbits:g} Gbit/s"]
         numa = [] if self.device.numa is None else [f"NUMA node {self.device.numa}"]
         interface = [self.interface] if self.interface not in ("", self.name) else []
@@ -129,11 +128,7 @@ def usable_nics(sysfs: Path = SYSFS, environment: Mapping[str, str] = os.environ
 
 
 def choose_nics(
-    ranks: int,
-    *,
-    gpus: Sequence[str] | None = None,
-    sysfs: Path = SYSFS,
-    environment: Mapping[str, str] = os.environ,
+    ranks: int, *, gpus: Sequence[str] | None = None, sysfs: Path = SYSFS, environment: Mapping[str, str] = os.environ
 ) -> tuple[Nic, ...]:
     """The interface of each of a machine's ranks, by local rank; () where the machine has none.
 

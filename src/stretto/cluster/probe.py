@@ -100,10 +100,7 @@ def members(ranks: int, preceding: int, size: int) -> list[list[int]]:
 
 
 def measure(
-    device: "torch.device",
-    dtype: str,
-    shapes: Sequence[tuple[int, int, int]],
-    time_steps: Callable[..., float],
+    device: "torch.device", dtype: str, shapes: Sequence[tuple[int, int, int]], time_steps: Callable[..., float]
 ) -> dict[str, Any]:
     """Measure on every rank of a job at once; `assemble` makes a cluster of it, and of the host's times. Collective.
 

@@ -148,12 +148,7 @@ def choose(
 
 @lru_cache(maxsize=4096)
 def _choose(
-    collective: Collective,
-    shard_bytes: float,
-    nodes: int,
-    size: int,
-    links: Links,
-    algorithms: tuple[Algorithm, ...],
+    collective: Collective, shard_bytes: float, nodes: int, size: int, links: Links, algorithms: tuple[Algorithm, ...]
 ) -> Algorithm:
     if nodes == 1:
         return "flat"

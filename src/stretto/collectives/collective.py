@@ -247,9 +247,5 @@ def Reduce(ranks: int, chunks: int = 1, root: int = 0, in_place: bool = True) ->
 def AllToNext(ranks: int, chunks: int = 1) -> Collective:
     """Rank r + 1's output is rank r's input of `chunks` chunks; the last rank sends nothing (MSCCLang, section 7.4)."""
     return Collective(
-        "alltonext",
-        ranks,
-        chunks,
-        chunks,
-        lambda rank, index: ((rank - 1, index),) if rank > 0 else None,
+        "alltonext", ranks, chunks, chunks, lambda rank, index: ((rank - 1, index),) if rank > 0 else None
     )

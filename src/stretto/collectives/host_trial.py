@@ -7,17 +7,7 @@ from stretto.collectives.schedule import Schedule
 from stretto.quantities import read_bytes
 from stretto.suggestions import did_you_mean
 
-ITEMSIZES = {
-    "fp64": 8,
-    "fp32": 4,
-    "fp16": 2,
-    "bf16": 2,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-}
+ITEMSIZES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1}
 """The dtypes, and bytes of an element."""
 
 REDUCTIONS = ("sum", "max", "min", "prod")

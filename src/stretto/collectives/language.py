@@ -105,11 +105,7 @@ class Reference:
         return self._trace.copy(self, rank, buffer, index, ch, thread_blocks)
 
     def reduce(
-        self,
-        other: "Reference",
-        ch: int | None = None,
-        *,
-        thread_blocks: tuple[int | None, int | None] = (None, None),
+        self, other: "Reference", ch: int | None = None, *, thread_blocks: tuple[int | None, int | None] = (None, None)
     ) -> "Reference":
         """Add the chunks of `other` to these, in place, over channel `ch`; returns the reference to the sums.
 
@@ -157,7 +153,6 @@ class Trace:
 
     @property
     def program(self) -> Program:
-        """The program so far."""
         scratch = tuple(len(buffers[Buffer.SCRATCH]) for buffers in self._versions)
         return Program(self.collective, tuple(self._operations), scratch)
 
@@ -192,11 +187,7 @@ class Trace:
         return self._do(OperationKind.COPY, reference.chunks, destination, channel, thread_blocks)
 
     def reduce(
-        self,
-        reference: Reference,
-        other: Reference,
-        channel: int | None,
-        thread_blocks: tuple[int | None, int | None],
+        self, reference: Reference, other: Reference, channel: int | None, thread_blocks: tuple[int | None, int | None]
     ) -> Reference:
         """Record a reduction of `other` into `reference`; returns the reference to the sums."""
         self._require_current(reference)

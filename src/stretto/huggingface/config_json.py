@@ -301,11 +301,7 @@ def _read_latent(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     latent = {"q_rank": 0 if config.get("q_lora_rank") is None else _count(config, "q_lora_rank", name)}
     for part, key in _LATENT.items():
         latent[part] = _count(config, key, name)
-    return {
-        "latent": latent,
-        "head_dim": latent["nope"] + latent["rope"],
-        "kv_heads": config["num_attention_heads"],
-    }
+    return {"latent": latent, "head_dim": latent["nope"] + latent["rope"], "kv_heads": config["num_attention_heads"]}
 
 
 def _has(bias: bool | str, config: Mapping[str, Any], where: str, *, default: bool = False) -> bool:

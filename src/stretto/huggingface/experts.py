@@ -56,8 +56,7 @@ class ExpertsKind:
         """The module's `_apply_gate`, of [n, 2F], without the module's parameters."""
         bare: Any = copy.copy(module)
         bare._parameters = {}
-        gate: Callable[[Tensor], Tensor] = bare._apply_gate
-        return gate
+        return bare._apply_gate
 
 
 def find_experts(model: nn.Module) -> list[str]:

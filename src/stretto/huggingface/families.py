@@ -103,11 +103,7 @@ FAMILIES: dict[str, Family] = {
         Decoder("Qwen3", *_BIASED, head_norms="head", defaults={"num_key_value_heads": 32, "head_dim": 128})
     ),
     "gemma": Family(
-        Decoder(
-            "Gemma",
-            *_BIASED,
-            defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
-        )
+        Decoder("Gemma", *_BIASED, defaults={"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True})
     ),
     "gemma2": Family(
         Decoder(
@@ -145,12 +141,7 @@ FAMILIES: dict[str, Family] = {
         Decoder(
             "GptOss",
             *_BIASED,
-            defaults={
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "attention_bias": True,
-                "num_experts_per_tok": 4,
-            },
+            defaults={"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "num_experts_per_tok": 4},
             note=_SINKS,
             experts=ExpertEntries("num_local_experts", 128, "intermediate_size", has_biases=True),
             has_sinks=True,

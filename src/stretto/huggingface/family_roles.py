@@ -58,7 +58,6 @@ def _under(prefix: str, roles: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _separate(attention: str, config: Any, queries: str, keys: str, values: str, output: str) -> Roles:
-    """The roles of separate projections of queries, keys, values and of the output."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     roles: Roles = {attention + queries: _heads(head)}
     roles |= dict.fromkeys((attention + keys, attention + values), kv_heads(head))

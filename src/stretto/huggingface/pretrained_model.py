@@ -160,6 +160,24 @@ def refuse_resizing(model: nn.Module) -> None:
     model.resize_token_embeddings = resize_before  # type: ignore[assignment]
 
 
+def count_without_embeddings(model: nn.Module) -> None:
+    """Have `num_parameters(exclude_embeddings=True)` leave out sharded embeddings, which are no nn.Embedding."""
+    count: Any = getattr(model, "num_parameters", None)
+    if not callable(count):
+        return
+
+    @functools.wraps(count)
+    def count_own(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        left_out: dict[int, int] = {}
+        for module in model.modules() if exclude_embeddings else ():
+            if hasattr(module, "num_embeddings") and not isinstance(module, nn.Embedding):
+                weight: Any = module.weight
+                left_out[id(weight)] = weight.numel() if weight.requires_grad or not only_trainable else 0
+        return int(count(only_trainable, exclude_embeddings)) - sum(left_out.values())
+
+    model.num_parameters = count_own  # type: ignore[assignment]
+
+
 def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:
     """Find the modules that come before the blocks by `base_model_pp_plan` of a transformers model."""
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}

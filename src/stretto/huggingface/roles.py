@@ -109,11 +109,7 @@ def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:
     if linear.out_features == groups * head_dim:
         return kv_heads(head_dim)
     if config.model_type == "gpt_neox" and linear.out_features == 3 * heads * head_dim:
-        return {
-            "role": role,
-            "unit": 3 * head_dim,
-            "unit_name": "attention heads",
-        }  # q, k and v of one head together
+        return {"role": role, "unit": 3 * head_dim, "unit_name": "attention heads"}  # q, k and v of one head together
     raise UnknownRolesError(
         f"{prefix}{name} of {type(base).__name__} makes {linear.out_features} features, which are neither {heads} "
         f"heads nor {groups} KV heads of {head_dim}: say what it is with roles={{{prefix + name!r}: ...}}"

@@ -99,10 +99,13 @@ class LayerCache:
 class ShapeProbe:
     """Stands for the attention of a model's layers in one pass, to see what they will store.
 
-    can_rotate: attention was handed what it had rotated, in a form that `rotate_and_store` takes.
+    kind: the attention's class, for errors. is_over: after that pass. can_rotate: attention was handed what it had
+    rotated, in a form that `rotate_and_store` takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.is_over = False
         self.shape: CacheShape | None = None
         self.like: Tensor | None = None
         self.can_rotate = False
@@ -116,10 +119,14 @@ class ShapeProbe:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None, window: int | None) -> Tensor:
         """Note the shapes. Returns zeros of the output's. ValueError for a second call."""
-        if self.shape is not None:  # else a model whose engine could not be made would go on without attention
+        if self.is_over:  # else a model whose engine could not be made would go on without attention
             raise ValueError(
-                "this model's attention has been replaced for an engine that could not be made, or is called twice in "
-                "a pass, for which a layer of the cache has no place: build the model again"
+                "this model's attention has been replaced for an engine that could not be made: build the model again"
+            )
+        if self.shape is not None:
+            raise ValueError(
+                f"an engine cannot run this model: {self._kind} attends twice in a pass, as differential attention "
+                "does, and a layer of the paged cache has the keys and values of one: transformers' generate would do"
             )
         if self._rotated:
             turned_query, turned_key, query_before, key_before, cos = self._rotated

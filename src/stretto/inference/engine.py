@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from stretto.cluster.host_memory import check_room
 from stretto.huggingface.attention.paged_attention import refusal_of_decoding
-from stretto.huggingface.context import attentions_of
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.lockstep import Lockstep
@@ -124,7 +123,7 @@ class Engine:
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = Lockstep(grid)
         fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses)
-        probes = self._runner.probe(len(attentions_of(model)), fuser)
+        probes = self._runner.probe(fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:
             if shape is None:

@@ -26,7 +26,7 @@ from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_bloc
 from stretto.inference.divided_tokens import TokenDivision
 from stretto.ops import matmul_all_reduce_norm
 from stretto.ops.confirmation import measure_choices
-from stretto.ops.invariant.kernels import is_for_streaming, multiply_leaves
+from stretto.ops.invariant.kernels import is_for_streaming, multiply_streaming
 from stretto.ops.moe import gated_activation
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
@@ -218,7 +218,7 @@ class JoinedWeights:
         rows = x.flatten(0, -2)
         if self._is_invariant or not is_for_streaming(rows, self._weight):
             return F.linear(x, self._weight, self._bias)  # of invariant linears: see `InvariantOperators`
-        return multiply_leaves(rows, self._weight, self._bias, 1, x.dtype).view(*x.shape[:-1], -1)
+        return multiply_streaming(rows, self._weight, self._bias).view(*x.shape[:-1], -1)
 
     def _forward_of(self, number: int) -> Any:
         def forward(x: Tensor) -> Tensor:

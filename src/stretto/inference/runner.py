@@ -135,20 +135,28 @@ class StepRunner:
         self._rotates: list[bool] = []
 
     @torch.no_grad()
-    def probe(self, count: int, fuser: BlockFuser) -> list[ShapeProbe]:
-        """Run a token through the model with probes in place of its `count` attentions. Collective."""
-        probes = [ShapeProbe() for _ in range(count)]
-        attend_to_pages(self.model, probes)
-        attentions = attentions_of(self.model)
+    def probe(self, fuser: BlockFuser) -> list[ShapeProbe]:
+        """Run a token through the model with probes in place of its attentions. Collective."""
+        model: Any = self.model
+        attentions, before = attentions_of(model), model.config._attn_implementation
+        probes = [ShapeProbe(type(module).__name__) for module in attentions]
+        attend_to_pages(model, probes)
         own = [module.forward for module in attentions]
         if self._fuses_rotation:
             for module, probe in zip(attentions, probes, strict=True):
                 defer_rotation(module, probe.rotate)
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        with fuser.watch():
-            self.model(input_ids=zero, position_ids=zero, use_cache=False)
-        for module, forward in zip(attentions, own, strict=True):
-            module.forward = forward
+        try:
+            with fuser.watch():
+                model(input_ids=zero, position_ids=zero, use_cache=False)
+        except ValueError:  # of attention that no cache has a place for
+            model.set_attn_implementation(before)
+            raise
+        finally:
+            for module, forward in zip(attentions, own, strict=True):
+                module.forward = forward
+        for probe in probes:
+            probe.is_over = True
         self._rotates = [probe.can_rotate for probe in probes]
         return probes
 

@@ -76,7 +76,6 @@ class Failure:
 
     @classmethod
     def of_error(cls, rank: int, error: Exception) -> "Failure":
-        """The failure of a rank that has raised an error now."""
         reason = next(iter(f"{type(error).__name__}: {error}".splitlines()))
         has_lost, only_waited = _has_any(LOST_PEER, reason), is_consequence(reason)
         found = cls(
@@ -106,12 +105,10 @@ def _has_any(words: tuple[str, ...], reason: str) -> bool:
 
 
 def write_error(file: Path, failure: Failure) -> None:
-    """Write a rank's failure for its launcher."""
     write_atomically(file, json.dumps(asdict(failure)))
 
 
 def read_error(file: Path) -> Failure:
-    """Read what a rank has written by `write_error`."""
     values = json.loads(file.read_text())
     return Failure(**values | {"order": tuple(values["order"])})
 

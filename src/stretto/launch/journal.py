@@ -48,7 +48,6 @@ class Journal:
 
     @property
     def restarts(self) -> int:
-        """Number of failures that a restart has followed."""
         return sum(failure["restarted"] for failure in self._failures)
 
     @property

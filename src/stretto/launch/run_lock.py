@@ -56,7 +56,6 @@ def _locked(out: Path, name: str) -> Iterator[None]:
 
 
 def _take(out: Path, path: Path) -> FileIO:
-    """Open the file and lock it."""
     while True:
         file = open(path, "a+b", buffering=0)  # noqa: SIM115  (`_locked` closes it)
         try:

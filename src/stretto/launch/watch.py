@@ -34,7 +34,6 @@ class RankWatch:
         self._looked = 0.0
 
     def add(self, rank: int, pid: int) -> None:
-        """Add a rank's process."""
         self.monitor.pids[rank] = pid
 
     def look(self, running: Collection[int]) -> Stall | None:

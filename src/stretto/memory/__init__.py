@@ -20,14 +20,7 @@ from stretto.memory.groups import (
     store_all_gather,
 )
 from stretto.memory.host import HostMemory, allocate_in_process
-from stretto.memory.symmetric import (
-    MAX_BYTES,
-    MAX_SIGNALS,
-    Backoff,
-    PeerError,
-    Reach,
-    SymmetricMemory,
-)
+from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, Backoff, PeerError, Reach, SymmetricMemory
 
 if shared_gpus.is_enabled():  # before this rank's first collective
     shared_gpus.install()

@@ -22,12 +22,7 @@ _counts: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def allocate(
-    size: int,
-    group: dist.ProcessGroup | None = None,
-    *,
-    signals: int = 0,
-    timeout: float = 60.0,
-    backend: str = "host",
+    size: int, group: dist.ProcessGroup | None = None, *, signals: int = 0, timeout: float = 60.0, backend: str = "host"
 ) -> SymmetricMemory:
     """Allocate a buffer of `size` bytes on every rank of the group, with `signals` counters for each pair of ranks.
 

@@ -54,7 +54,6 @@ def are_linked(own: str, gpus: list[str]) -> bool:
 
 
 def find_handle(device: torch.device) -> int:
-    """Return the current stream's handle."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
@@ -122,7 +121,6 @@ class Driver:
             raise RuntimeError(f"CUDA error {failed} of an event's recording")
 
     def follow(self, stream: int, event: int) -> None:
-        """Make the stream wait for an event."""
         failed = self._follow(stream, event, 0)
         if failed:
             raise RuntimeError(f"CUDA error {failed} of a stream's wait for an event")
@@ -228,7 +226,6 @@ class CudaCopyStreams:
             self.follow("forked", stream)
 
     def handle(self, stream: str) -> int:
-        """The handle of a stream, to launch on."""
         return self._handles[stream]
 
     def mark(self, event: Hashable, stream: str) -> None:
@@ -241,7 +238,6 @@ class CudaCopyStreams:
         self._driver.record(known, self._handles[stream])
 
     def follow(self, event: Hashable, stream: str) -> None:
-        """Have a stream wait for an event."""
         self._driver.follow(self._handles[stream], self._known[event])
 
     def copy(self, target: int, source: int, num_bytes: int, stream: str) -> None:

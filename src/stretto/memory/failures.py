@@ -157,7 +157,6 @@ class FailureRecord:
         return bool(self._shown[0])
 
     def message(self) -> str:
-        """The error message."""
         return self._describe([int(word) for word in self._shown])
 
     def mark(self, words: Sequence[int]) -> None:
@@ -174,7 +173,6 @@ class FailureRecord:
                 self.failed.fill_(1)
 
     def close(self) -> None:
-        """Clear the record, whose workspace has been closed."""
         self._finalizer()
 
 

@@ -105,13 +105,11 @@ def bound_blocks(multiprocessors: int) -> int:
 
 @lru_cache
 def find_capability(index: int) -> tuple[int, int]:
-    """The compute capability of a GPU of this process."""
     return torch.cuda.get_device_capability(index)
 
 
 @lru_cache
 def count_processors(index: int) -> int:
-    """The multiprocessors of a GPU of this process."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 

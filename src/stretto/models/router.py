@@ -56,12 +56,10 @@ class RouterOptions:
 
     @property
     def has_sequence_loss(self) -> bool:
-        """True if there is a sequence-wise loss."""
         return self.balance == "sequence" or (self.balance == "bias" and self.balance_loss > 0)
 
     @property
     def has_loss(self) -> bool:
-        """True if the router has its own loss."""
         return self.balance == "switch" or self.has_sequence_loss or self.z_loss > 0
 
 
@@ -325,7 +323,6 @@ class RoutingStatistics:
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, Router]]:
-    """The model's routers, by name."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Router))
 
 

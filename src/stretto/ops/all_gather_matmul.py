@@ -484,7 +484,6 @@ def multiply_gathered(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def finish_tile(channel, gemm, shard, bias, out, total, row, column):  # type: ignore[no-untyped-def]
-    """Add the bias, and store."""
     if bias is not None:
         total += load_bias(bias, column, gemm.n, gemm.block_n)
     store_tile(gemm, out, total, row, column, shard.rows * channel.world)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stretto.cluster.local_ranks import name_node
 from stretto.collectives.joint.schedule import require_operator
-from stretto.memory import failures, is_debugging, shared_gpus
+from stretto.memory import failures, is_debugging
 from stretto.memory.gpus import count_processors, find_capability, find_numa_domain, find_obstacle
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops import confirmation
@@ -49,9 +49,6 @@ from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
 logger = logging.getLogger("stretto.ops")
-
-CONFIRM_VARIABLE = "STRETTO_CONFIRM"
-"""The environment variable that switches timing of first calls on, where it is 1."""
 
 COPIES_VARIABLE = "STRETTO_SIGNAL_BY_COPIES"
 """The environment variable that, where it is 1, has operators do as on GPUs without atomic operations on each other's
@@ -177,7 +174,12 @@ def choose_config(
     known = _find(group, x.device)
     description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
     machine = find_machine(x, weight, known.speeds)
-    can_measure = run is not None and can_time_calls(x.device)
+    # Of gathered rows, products and the kernels' workspaces, which are rounded up to powers of two, twice.
+    size = 6 * problem.m * max(problem.top_k, 1) * (problem.n + problem.k) * max(problem.dtype.itemsize, 2)
+
+    def can_measure() -> bool:
+        return run is not None and confirmation.can_time_calls(x.device, size)
+
     agreed = require_agreement(description, machine.by_tma, group, x.device, can_measure=can_measure)
     machine = machine._replace(by_tma=agreed.by_tma)
     asked = problem, machine, implementation
@@ -204,13 +206,6 @@ def find_way(name: str, ways: Sequence[str], choose: Callable[[], str], group: s
         kept = restored.choices.get(key) if restored else None
         known.ways[key] = kept if kept is not None and kept in ways else choose()
     return known.ways[key]
-
-
-def can_time_calls(device: torch.device) -> bool:
-    """True if this rank may time calls now: on a GPU of its own, in no CUDA graph's capture, if switched on."""
-    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) != "1" or shared_gpus.is_enabled():
-        return False
-    return not torch.cuda.is_current_stream_capturing()
 
 
 def _confirm(

@@ -234,10 +234,7 @@ def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
 
 
 def describe_matrix(
-    matrix: Tensor,
-    block: tuple[int, ...],
-    shape: tuple[int, ...] | None = None,
-    strides: tuple[int, ...] | None = None,
+    matrix: Tensor, block: tuple[int, ...], shape: tuple[int, ...] | None = None, strides: tuple[int, ...] | None = None
 ) -> Any:
     """A TMA descriptor of a tensor in blocks of that shape, without Triton's checks: of a matrix that `takes_tma`.
 
@@ -393,7 +390,6 @@ def _load(at, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def tile_width(gemm):  # type: ignore[no-untyped-def]
-    """A tile's number of columns."""
     return gemm.block_n * gemm.parts
 
 
@@ -491,7 +487,6 @@ def count_steps(gemm, stream_k):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def count_units(stream_k, count):  # type: ignore[no-untyped-def]
-    """The work units of `count` tiles."""
     if stream_k.unit_steps is None:
         units = count
     else:

@@ -141,7 +141,6 @@ class _CopyEngineScatter:
         self.begun = self.channel.begin("matmul_reduce_scatter", owners, owners, "broadcast", slot=self.slot)
 
     def multiply(self) -> None:
-        """Launch the product."""
         operands = self.gemm, self.a, self.b, self.target
         rank, rows, is_shifted = self.channel.rank, self.out.shape[0], self.config.is_shifted
         self.channel.launch(

@@ -68,12 +68,7 @@ def mlp(
         # One product with both weights, so that x's gradient is one reduce-scatter.
         bias = _join_biases(gate_bias, up_bias, gate)
         both = all_gather_matmul(
-            x,
-            torch.cat((gate, up)),
-            group,
-            bias=bias,
-            saves_gathered=saves_gathered,
-            implementation=implementation,
+            x, torch.cat((gate, up)), group, bias=bias, saves_gathered=saves_gathered, implementation=implementation
         )
         left, right = both.chunk(2, dim=-1)
         hidden = act(left) * right

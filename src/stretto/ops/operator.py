@@ -163,7 +163,6 @@ def _copy_first(results: Any, out: Tensor) -> Any:
 
 
 def copy_to(out: Tensor | None, result: Tensor) -> Tensor:
-    """The result, in `out` if there is one."""
     return result if out is None else out.copy_(result)
 
 
@@ -389,13 +388,13 @@ class AgreedCall(NamedTuple):
 
 
 def require_agreement(
-    call: str, by_tma: bool, group: str, device: torch.device, *, can_measure: bool = False
+    call: str, by_tma: bool, group: str, device: torch.device, *, can_measure: Callable[[], bool] = lambda: False
 ) -> AgreedCall:
     """Compare a description of this rank's call with the other ranks', through the group's store.
 
     Ranks compare a call that is new to the group; with STRETTO_DEBUG=1, every call. Kernels that wait for each other
     could not find out that their ranks disagree. by_tma: whether TMA takes this rank's operands, whose addresses may
-    differ from other ranks'. can_measure: whether it may time the call. Returns what held for all ranks, at the first
+    differ from other ranks'. can_measure: whether it may time a new call. Returns what held for all ranks, at the first
     call of this kind. ValueError where another rank makes a different call, PeerError if one makes none within the
     group's time limit.
     """
@@ -403,7 +402,7 @@ def require_agreement(
     if call in compared.known and not is_debugging():
         return AgreedCall(compared.known[call])
     failures.check()  # before this rank waits for ranks that may never come
-    sent = call + _BY_TMA * by_tma + _MEASURED * can_measure
+    sent = call + _BY_TMA * by_tma + _MEASURED * can_measure()
     received, rank = exchange_text(sent, group, device), dist.get_rank(find_group(group))
     for peer, other in enumerate(received):
         if other.removesuffix(_MEASURED).removesuffix(_BY_TMA) != call:
@@ -592,7 +591,6 @@ def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
 
 
 def list_groups() -> list[str]:
-    """The names of the groups that have workspaces."""
     return [name for name, cache in list(_caches.items()) if cache.group() is not None]
 
 
@@ -680,5 +678,4 @@ def count_product_flops(x: torch.Size, weight: torch.Size) -> int:
 
 
 def count_bytes(*shape: int, dtype: torch.dtype) -> int:
-    """The bytes of a tensor of this shape and dtype."""
     return torch.Size(shape).numel() * dtype.itemsize

@@ -189,7 +189,6 @@ def _call(
 
 
 def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
-    """The first dim of the output on a rank."""
     if operator == "matmul_reduce_scatter":
         return divide_first_dim(_NAMES[operator], x, group)
     return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)
@@ -264,7 +263,6 @@ def _run_library(
     out_dtype: torch.dtype,
     sum_dtype: torch.dtype,
 ) -> Tensor:
-    """By a library's GEMM and the group's backend."""
     if operator == "all_gather_matmul":
         return _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)[0]
     if operator == "matmul_all_reduce":
@@ -312,12 +310,7 @@ def _run_gathered(
 
 
 def _fake_gathered(
-    x: Tensor,
-    weight: Tensor,
-    x_scale: Tensor,
-    weight_scale: Tensor,
-    group: str,
-    out_dtype: torch.dtype,
+    x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, group: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     _require("all_gather_matmul", x, weight, x_scale, weight_scale, None, group, out_dtype, None)
     rows = _count_rows("all_gather_matmul", x, group)
@@ -325,13 +318,7 @@ def _fake_gathered(
 
 
 def multiply_scaled(
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    *,
-    is_fast: bool = True,
+    x: Tensor, weight: Tensor, scales: Scales, dtype: torch.dtype, bias: Tensor | None = None, *, is_fast: bool = True
 ) -> Tensor:
     """x @ weight.T of fp8, times the factors of rows and columns, + bias: by `scaled_mm` where it can, else in fp32.
 
@@ -386,7 +373,6 @@ def _add(total: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _count_rows(operator: str, x: Tensor, group: str) -> int:
-    """The output's rows on a rank."""
     world = find_group(group).size()
     return {"all_gather_matmul": x.shape[0] * world, "matmul_reduce_scatter": x.shape[0] // world}.get(
         operator, x.shape[0]

@@ -31,8 +31,10 @@ from stretto.ops.gemm import (
     tile_width,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
+from stretto.tiles.packets import store_packets
 
 _PACKET_BYTES = 4
+_STREAMING_BYTES = 200 << 10  # of shared memory
 THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _MAX_PACKETS = (1 << 31) - (1 << 20)  # of a rank: with the last chunk's, in 32 bits
 _UNEVEN = 1.15  # tiles are split over k if whole ones would take this many times as long
@@ -87,22 +89,46 @@ def split_steps(m: int, n: int, k: int, blocks: Blocks) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def _limit_blocks(blocks: Blocks, device: torch.device, most: int) -> Blocks:
-    """The blocks with no more programs than may wait at once on the device, and `most`."""
-    return blocks._replace(programs=min(limit_waiting(blocks.programs, device), most))
+def choose_streaming(m: int, n: int, k: int, processors: int) -> Blocks | None:
+    """Tiles of a product of few rows of 16 bits, whose programs wait for nothing: each has a tile, and all of k.
+
+    None where tiles of 64 columns fill most of the GPU. With 32 columns twice as many multiprocessors load the weight.
+    """
+    if divide_up(n, 64) >= MOSTLY_BUSY * processors:
+        return None
+    rows, count = max(16, triton.next_power_of_2(m)), divide_up(n, 32)
+    depth = min(256 if rows <= 32 else 128, k & -k)
+    room = _STREAMING_BYTES // min(2, divide_up(count, processors))
+    return Blocks(rows, 32, depth, 1, 4, max(2, min(6, room // ((rows + 32) * depth * 2))), count)
 
 
-def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct, world: int) -> OperatorWorkspace:
+@lru_cache(maxsize=4096)
+def _limit_blocks(blocks: Blocks, device: torch.device, most: int, *, waits: bool) -> Blocks:
+    """The blocks with at most `most` programs, and if they wait no more than may do so at once on the device."""
+    programs = limit_waiting(blocks.programs, device) if waits else blocks.programs
+    return blocks._replace(programs=min(programs, most))
+
+
+def launch(
+    operator: str,
+    form: str,
+    config: KernelConfig,
+    product: GroupProduct,
+    world: int,
+    ending: tuple[Any, ...] | None = None,
+) -> OperatorWorkspace:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
 
     Of "push" it is the first of two: out gives shape and dtype of the sums, and the next launch takes the packets from
-    the workspace, which this returns, and ends the call.
+    the workspace, which this returns, and ends the call. Its programs wait for nothing, so they may be as many as
+    the configuration says. ending: the kernel in place of the first one that does all of the call, what it is compiled
+    for, and its last arguments.
     """
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
     workspace = find_workspace(group, x.device, count_bytes(form, m, n, world, out.dtype), "packets")
     assert config.blocks is not None
-    blocks = _limit_blocks(config.blocks, x.device, workspace.arrivals.numel())
+    blocks = _limit_blocks(config.blocks, x.device, workspace.arrivals.numel(), waits=form != "push")
     unit_steps, programs = split_steps(m, n, k, blocks)
     partials: Any = None
     if unit_steps % divide_up(k, blocks.k):
@@ -117,13 +143,14 @@ def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct
     in_fours = n * out.element_size() % (4 * _PACKET_BYTES) == 0
     slot_words = workspace.words(1, torch.int32)
     exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours))
+    kernel, key, last = ending or (gemm_exchange, None, (bias, out))
     stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(
-            gemm_exchange,
-            (operator, form, specialization_key(blocks, x, weight, gemm, bias, out)),
+            kernel,
+            (operator, form, key, specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
-            (channel, gemm, stream_k, exchange, a, b, staging, bias, out),
+            (channel, gemm, stream_k, exchange, a, b, staging, *last),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -137,7 +164,8 @@ def launch(operator: str, form: str, config: KernelConfig, product: GroupProduct
 def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out):  # type: ignore[no-untyped-def]
     """out: the sum over all ranks of a @ b.T, + bias: all of it ("one-shot", "two-shot"), or own rows ("scatter").
 
-    Of "push" it sends what "one-shot" sends, and leaves the rest of the call to the next launch.
+    Of "push" it sends what "one-shot" sends, and leaves the rest of the call to the next launch. A program then has the
+    work unit of its number, as none waits.
 
     Order: programs claim work units and multiply them, tile after tile; the program that completes a tile sends it, as
     packets: to all ranks, to the owner of the rows, or (two-shot) to the owner of the chunk, which sends back the sum.
@@ -153,13 +181,14 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     pairs = tl.cdiv(gemm.n, each)
     size = exchange.rows * pairs
-    unit = tiles.claim(channel)
+    # Where none waits, nobody claims: the atomic would come before the first load.
+    unit = tl.program_id(0) if exchange.form == "push" else tiles.claim(channel)
     slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
     publishes = tiles.may_publish(channel)
     units = tl.num_programs(0)  # as many as programs: see `split_steps`
     while unit < units:
-        _multiply_unit(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
-        unit = tiles.claim(channel)
+        multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
+        unit = units if exchange.form == "push" else tiles.claim(channel)
     if exchange.form != "push":
         _add_and_store(channel, gemm, exchange, slot, bias, out, size, unit, units, pairs, publishes)
         tiles.end_unsignalled_call(channel)
@@ -220,8 +249,8 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype
 
 
 @triton.jit
-def _multiply_unit(  # type: ignore[no-untyped-def]
-    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr
+def multiply_steps(  # type: ignore[no-untyped-def]
+    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr, slots=None
 ):
     """Multiply the unit-th work unit's steps of all tiles, and send the tiles that this completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
@@ -235,20 +264,33 @@ def _multiply_unit(  # type: ignore[no-untyped-def]
         if gemm.parts == 1:
             total, is_complete, begin = multiply_unit(gemm, stream_k, a, b, row, column, 0, begin, end)
             if is_complete:
-                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype, slots)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
+                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype, slots)
+
+
+@triton.jit
+def find_slots(channel, exchange, slot, pairs):  # type: ignore[no-untyped-def]
+    """Where this rank's packets go at all ranks, the next one first: loaded before the product, which they end."""
+    own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
+    slots = ()
+    for distance in tl.static_range(1, channel.world + 1):
+        slots = slots + (tiles.peer_pointer(channel, own, (channel.rank + distance) % channel.world),)  # noqa: RUF005
+    return slots
 
 
 @triton.jit
 def send_tile(  # type: ignore[no-untyped-def]
-    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr
+    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr, slots=None
 ):
-    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns]."""
+    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns].
+
+    slots: of "push", what `find_slots` has found, if it did.
+    """
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     total = scale_tile(gemm, gemm.row_scales, total, row, column, gemm.m)
     if each == 2:
@@ -262,7 +304,10 @@ def send_tile(  # type: ignore[no-untyped-def]
     mask = (at < gemm.m) & (pair < pairs) & publishes
     own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
     fours: tl.constexpr = exchange.in_fours
-    if exchange.form == "one-shot" or exchange.form == "push":
+    if slots is not None:
+        for number in tl.static_range(channel.world):
+            store_packets(slots[number] + (at * pairs + pair), data, mask, fours)
+    elif exchange.form == "one-shot" or exchange.form == "push":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
             tiles.push_packets(channel, own, at * pairs + pair, data, mask, rank=peer, in_fours=fours, publishes=True)

@@ -196,7 +196,6 @@ class RotatingOperands:
         return describe_problem(operator, m, self.x, self.weights[0], name, returns_gathered=returns_gathered)
 
     def call(self, implementation: str | KernelConfig = "auto") -> Tensor:
-        """Call the operator; returns the product."""
         operands = self.x, self.next_weight()
         if self.scales is not None:
             return _SCALED[self.operator](*operands, *self.scales, self.group, implementation=implementation)
@@ -212,13 +211,7 @@ class _ExpertOperands(RotatingOperands):
     """As of `RotatingOperands`, for experts that tokens take evenly: t tokens of each rank."""
 
     def __init__(
-        self,
-        operator: str,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        group: dist.ProcessGroup | None,
-        t: int,
-        top_k: int,
+        self, operator: str, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None, t: int, top_k: int
     ) -> None:
         super().__init__(operator, x, weights, group)
         self._name, experts = find_name(group), weights[0].shape[0]
@@ -235,7 +228,6 @@ class _ExpertOperands(RotatingOperands):
         )  # fmt: skip
 
     def call(self, implementation: str | KernelConfig = "auto") -> Tensor:
-        """Call the operator; returns its rows, or sums."""
         weight, how = self.next_weight(), encode_implementation(implementation)
         if self.operator == "all_gather_moe":
             return gather_multiply(self.x, weight, *self._routed, self._name, how, True)[0]

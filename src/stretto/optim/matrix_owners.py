@@ -49,7 +49,6 @@ class _Matrix:
     parts: tuple[_HeldPart, ...]
 
     def part_of(self, rank: int) -> _HeldPart | None:
-        """Return the part that a rank holds, or None."""
         return next((part for part in self.parts if rank in part.holders), None)
 
 
@@ -157,7 +156,6 @@ class MatrixExchange:
         self._returning.clear()
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Enter the stream of the exchange."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _start(self) -> None:

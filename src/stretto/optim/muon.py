@@ -459,7 +459,6 @@ def _find_matrix(parameter: Tensor, parts: Sequence[RowParts], layout: Parameter
 
 
 def _sent_dtype(matrices: Sequence[_MatrixParameter]) -> torch.dtype:
-    """In which matrices are sent and iterated."""
     is_wide = any(matrix.parameter.dtype == torch.float64 for matrix in matrices)
     return torch.float64 if is_wide else torch.bfloat16
 

@@ -15,11 +15,7 @@ from stretto.huggingface.experts import ExpertsKind
 from stretto.memory.copy_engine import have_copy_engines
 from stretto.ops.invariant import LEAVES
 from stretto.parallel.comm.collectives import NO_GROUP
-from stretto.parallel.comm.copy_engine_gather import (
-    CopyEngineAllGather,
-    CopyEngineGatherer,
-    make_scatter_ring,
-)
+from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather, CopyEngineGatherer, make_scatter_ring
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.rank_order import RankOrder
 from stretto.parallel.comm.two_level import TwoLevels
@@ -164,7 +160,6 @@ class Builder:
         return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
 
     def plain_parameter(self, name: str, role: Role) -> nn.Parameter:
-        """Build the replacement of a parameter whose module is not sharded."""
         owner_name, _, key = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)
         original, source = owner.get_parameter(key), self._whole(owner_name, owner)
@@ -324,7 +319,6 @@ class Builder:
         return norm
 
     def experts(self, name: str, module: nn.Module, kind: ExpertsKind) -> nn.Module:
-        """Build what replaces a module of experts."""
         grid, source = self.grid, self._whole(name, module)
         shards = self._tokens_of(name) is not None
         is_invariant = self.options.invariant

@@ -88,7 +88,6 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
 
 
 def end_forward(state: ParallelState) -> None:
-    """End the gathers of a forward pass, which may have raised."""
     state.weight_gatherer.is_in_forward = state.gradient_reducer.is_in_forward = False
     state.weight_gatherer.end_forward()
 

@@ -348,8 +348,7 @@ def _rows(places: torch.Tensor, dims: Sequence[int]) -> list[list[int]]:
     """The ranks that differ in these dims only, for each place along all others."""
     last = range(places.ndim - len(dims), places.ndim)
     size = prod(places.shape[dim] for dim in dims)
-    rows: list[list[int]] = places.movedim(list(dims), list(last)).reshape(-1, size).tolist()
-    return rows
+    return places.movedim(list(dims), list(last)).reshape(-1, size).tolist()
 
 
 def mismatch(sizes: Mapping[str, Any], ranks: int) -> str:

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 # They would reduce gradients a second time.
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel")
+_ADAPTERS = "BaseTuner"  # of which PEFT's classes of adapters inherit
 
 
 def install(model: nn.Module, placement: Placement, parts: SequenceParts | None = None) -> None:
@@ -112,6 +113,7 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         _batch_over_x(model, request)
     pretrained_model.refuse_saving(model)
     pretrained_model.refuse_resizing(model)
+    pretrained_model.count_without_embeddings(model)
     _refuse_copies(model)
     _refuse_wrapping(model)
     reducer.name(model.named_parameters())
@@ -275,7 +277,7 @@ class _Applied(OrderedDict[str, Any]):
 
 
 def _refuse_wrapping(model: nn.Module) -> None:
-    """Have DDP, FSDP, DataParallel, fully_shard and replicate raise ValueError for the model.
+    """Have DDP, FSDP, DataParallel, fully_shard, replicate and PEFT's adapters raise ValueError for the model.
 
     Also for a part of it, and (but for fully_shard, which fails in torch then) for a module that contains it.
     """
@@ -291,10 +293,15 @@ def _watch_registrations() -> None:
 
 
 def _refuse_in_wrapper(owner: nn.Module, name: str, module: nn.Module | None) -> None:
-    wrapper = next((base.__name__ for base in type(owner).__mro__ if base.__name__ in _WRAPPERS), None)
+    wrapper = next((base.__name__ for base in type(owner).__mro__ if base.__name__ in (*_WRAPPERS, _ADAPTERS)), None)
     if wrapper is None or module is None:
         return
     if any(isinstance(vars(each).get(REGISTRY_KEY), _Applied) for each in module.modules()):
+        if wrapper == _ADAPTERS:
+            raise ValueError(
+                f"{type(owner).__name__} adapts a model that stretto.parallelize has returned, whose layers are "
+                "sharded: call peft.get_peft_model first, then parallelize"
+            )
         raise ValueError(_refusal(wrapper))
 
 

@@ -139,8 +139,7 @@ class TensorOnGrid(DTensor):
         """This rank's shard, as a DTensor's, once it is written."""
         if not torch.compiler.is_dynamo_compiling() and self.late_write is not None:
             self.late_write()
-        shard: Tensor = super().to_local(**options)
-        return shard
+        return super().to_local(**options)
 
     def share_memory_(self) -> Self:
         """Refused: torch shares a tensor's own storage, of which a DTensor has none, and ends the process."""
@@ -196,12 +195,7 @@ def make_shard(whole: Tensor, layout: ParameterLayout, grid: Grid) -> DTensor:
         mesh = grid.copies_mesh(copies)
         axes = mesh.mesh_dim_names or ()
     return DTensor.from_local(
-        local,
-        mesh,
-        layout.placements(axes),
-        run_check=False,
-        shape=torch.Size(layout.shape),
-        stride=stride,
+        local, mesh, layout.placements(axes), run_check=False, shape=torch.Size(layout.shape), stride=stride
     )
 
 
@@ -215,8 +209,7 @@ def local(parameter: Any) -> Tensor:
             "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
             "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
         )
-    shard: Tensor = parameter.to_local()
-    return shard
+    return parameter.to_local()
 
 
 @functools.cache

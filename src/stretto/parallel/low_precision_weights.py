@@ -215,7 +215,6 @@ def share_copy(parameter: Tensor, shard: ParameterShard) -> None:
 
 
 def copy_of(parameter: Tensor) -> LowPrecisionWeight | None:
-    """The parameter's low-precision copy; None if it has none."""
     return parameter.low_precision_weight if isinstance(parameter, TensorOnGrid) else None
 
 

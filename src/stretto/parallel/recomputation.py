@@ -274,8 +274,6 @@ class _Call:
         ]
 
     def run_again(self, last_output: Sequence[Tensor]) -> Any:
-        """Recompute the block. last_output: the recomputed output of the previous block."""
-
         def find(leaf: Any) -> Any:
             if isinstance(leaf, _FromLast):
                 return last_output[leaf.number]
@@ -315,7 +313,6 @@ class _BlockSegment:
         return any(id(leaf) in own for leaf in tree_leaves((args, kwargs)))
 
     def run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the segment's next block."""
         self._calls.append(_Call(function, args, kwargs, self.last_output))
         with saved_tensors_hooks(self._pack, self._unpack), self._forward:
             output = function(*args, **kwargs)
@@ -349,12 +346,7 @@ class _BlockSegment:
             return tensor
 
         output: Sequence[Tensor] = ()
-        with (
-            suppress(_AllSaved),
-            saved_tensors_hooks(collect, lambda tensor: tensor),
-            self._again,
-            torch.enable_grad(),
-        ):
+        with suppress(_AllSaved), saved_tensors_hooks(collect, lambda tensor: tensor), self._again, torch.enable_grad():
             for call in self._calls:
                 output = [leaf for leaf in tree_leaves(call.run_again(output)) if isinstance(leaf, Tensor)]
         if len(self._found) != len(self._saved):

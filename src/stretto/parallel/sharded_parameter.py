@@ -140,8 +140,7 @@ class ShardedParameter(TensorOnGrid):
     @property
     def data(self) -> Tensor:
         """The parameter without its graph, as of any tensor. To assign another tensor copies its values."""
-        found: Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return found
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -179,8 +178,7 @@ class ShardedParameter(TensorOnGrid):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
-            found: Tensor = memo[id(self)]
-            return found
+            return memo[id(self)]
         if _is_view(self):
             copied = memo[id(self)] = self.clone()
             return copied
@@ -221,7 +219,6 @@ for _known in (_foreach_types_of_optimizers, _foreach_types):
 
 
 def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requires_grad: bool) -> nn.Parameter:
-    """This rank's shard of `whole` (`make_shard`) as a parameter."""
     parameter = nn.Parameter(make_shard(whole, layout, grid), requires_grad=requires_grad)
     note_layout(parameter, layout)
     if not layout.shape:

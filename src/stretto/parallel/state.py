@@ -69,7 +69,6 @@ class ParallelState:
 
     @property
     def grid(self) -> Grid:
-        """The grid that the model is on."""
         return self.request.grid
 
     @property

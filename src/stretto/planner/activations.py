@@ -23,8 +23,7 @@ def activations_of_a_block(workload: StepWorkload, grid: GridSizes, token_parts:
 def _activations(model: Architecture, seq_len: int, grid: GridSizes, token_parts: int) -> tuple[float, float, float]:
     key = "activations", seq_len, grid.context == 1, grid.x, grid.y, grid.expert, grid.expert_x, token_parts
     if key in model.memo:
-        known: tuple[float, float, float] = model.memo[key]
-        return known
+        return model.memo[key]
     scores = [layer.scores(grid) * seq_len for layer in model.block]
     kept = sum(layer.kept(grid, token_parts) for layer in model.block) + sum(scores)
     # Gradients of plain attention's scores, before and after the softmax, and what one is made from.

@@ -285,7 +285,6 @@ def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
 
 
 def has_nvlink_over(cluster: Cluster, grid: GridSizes, axis: str) -> bool:
-    """True if NVLink reaches all ranks of an axis."""
     return cluster.has_nvlink and grid.preceding(axis) * grid[axis] <= cluster.gpus_per_node
 
 

@@ -163,12 +163,10 @@ class BlockSeconds(NamedTuple):
 
     @property
     def forward(self) -> float:
-        """The forward pass."""
         return self.other_forward + self.experts + sum(output for output, _, _ in self.linears)
 
     @property
     def backward(self) -> float:
-        """The backward pass, with recomputation."""
         own = sum(by_input + by_weight for _, by_input, by_weight in self.linears)
         return self.other_backward + 2 * self.experts + own + self.recomputed
 

@@ -153,7 +153,6 @@ class PassTotals(NamedTuple):
     launches: float = 0.0
 
     def times(self, count: float) -> "PassTotals":
-        """Of so many such passes."""
         return PassTotals(*[count * value for value in self])
 
     def plus(self, other: "PassTotals") -> "PassTotals":
@@ -225,7 +224,6 @@ class PartTotals(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Both passes with their waits."""
         return self.forward.whole + self.backward.whole
 
     def plus(self, other: "PartTotals", count: int = 1) -> "PartTotals":

@@ -105,7 +105,6 @@ class PackedDocuments:
         )
 
     def describe(self) -> str:
-        """A note for plans."""
         return (
             f"rows of {self.seq_len} tokens pack {len(self._lengths) / len(self.rows):.3g} documents, whose attention "
             f"is {self.share:.1%} of a whole row's products"

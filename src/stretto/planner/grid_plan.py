@@ -149,7 +149,6 @@ class ChosenWay:
     seconds: Mapping[AttentionWay, float]
 
     def explain(self) -> str:
-        """Say which it is, and why."""
         reasons = [
             f"{round(1e3 * (seconds - self.seconds[self.way]), 3):+.3g} ms a step if it {NAMES[way]}"
             for way, seconds in self.seconds.items()
@@ -351,7 +350,6 @@ def to_plan(
     limit: float,
     notes: tuple[str, ...],
 ) -> GridPlan:
-    """The plan of a candidate, explained relative to the best one."""
     model = workload.model
     config, cost, host, worst = candidate.config, candidate.cost, candidate.host, candidate.worst
     if worst is None:

@@ -150,12 +150,7 @@ def _grids(model: Architecture, counts: Iterable[int]) -> Iterator[GridSizes]:
 
 
 def _predict(
-    model: Architecture,
-    grid: GridSizes,
-    device: Device,
-    lengths: Lengths,
-    batch: int,
-    token_seconds: float | None,
+    model: Architecture, grid: GridSizes, device: Device, lengths: Lengths, batch: int, token_seconds: float | None
 ) -> InferencePlan:
     rank = _Rank(model, grid, device)
     requests = -(-batch // grid.data)
@@ -236,7 +231,6 @@ class _Rank:
 
     @property
     def _cache_bytes(self) -> float:
-        """Bytes of a token in this rank's cache, of all layers."""
         numbers = sum(
             kind.blocks * sum(layer.exchanged_keys(self._grid) for layer in kind.model.block)
             for kind in self._model.kinds
@@ -292,7 +286,6 @@ class _Rank:
             work.communication += 4 * self._sum_over_x(16 * rows)
 
     def _sum_over_x(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce of so many bytes."""
         x = self._grid.x
         if x == 1:
             return 0.0

@@ -90,7 +90,6 @@ class BlockLayer(ABC):
     """
 
     def linears(self) -> tuple[Linear, ...]:
-        """Its linears, in order; none by default."""
         return ()
 
     def matrices(self) -> tuple[tuple[int, int, int], ...]:

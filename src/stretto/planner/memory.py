@@ -41,7 +41,6 @@ _MAX_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
-    """Parameters that one rank holds."""
     if model.is_sharded_by_blocks:
         return model.parameters / grid.z
     embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.z
@@ -55,8 +54,7 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
 def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
     """Those of one block of a model with equal blocks, except for norms of hidden features, and routed experts."""
     if (key := ("parameters", grid.x, grid.y, grid.z)) in model.memo:
-        known: float = model.memo[key]
-        return known
+        return model.memo[key]
     weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.z
     biases = sum(
         linear.outputs * linear.copies(grid) / linear.output_shards(grid) for linear in model.linears if linear.has_bias
@@ -302,19 +300,13 @@ class _WholeWeights(NamedTuple):
 def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
     key = "weights", grid.x, grid.y, grid.expert, grid.expert_x
     if key in model.memo:
-        known: _WholeWeights = model.memo[key]
-        return known
+        return model.memo[key]
     divided = grid.expert * expert_parts(grid)
     linears = [linear.local_weights(grid) for linear in model.linears]
     experts = [count / divided for count in model.expert_tensors]
     of_linears, of_experts = sum(linears), sum(experts)
     made = _WholeWeights(
-        of_linears,
-        max(linears),
-        len(linears),
-        of_experts,
-        max(*linears, *experts),
-        of_linears + of_experts,
+        of_linears, max(linears), len(linears), of_experts, max(*linears, *experts), of_linears + of_experts
     )
     model.memo[key] = made
     return made
@@ -437,7 +429,6 @@ def _memory_of_blocks(
 
 
 def peak(components: Mapping[str, float]) -> float:
-    """Bytes in all."""
     return sum(components.values())
 
 

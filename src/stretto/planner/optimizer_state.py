@@ -158,10 +158,7 @@ def parameters_and_optimizer(
     if options.sparsity and z > 1:
         left = (1 - options.sparsity) * types.prunable
         index += z * index + weight * left
-    return {
-        "parameters": parameters * (weight + index),
-        "optimizer": state_on_device(types, options, parameters),
-    }
+    return {"parameters": parameters * (weight + index), "optimizer": state_on_device(types, options, parameters)}
 
 
 def take_over(types: NumberTypes, options: StateOptions, parameters: float) -> dict[str, float] | None:
@@ -254,11 +251,7 @@ def update_bytes(types: NumberTypes, options: StateOptions) -> float:
 
 
 def optimizer_seconds(
-    types: NumberTypes,
-    options: StateOptions,
-    cluster: Cluster,
-    parameters: float,
-    traffic: Callable[[float], float],
+    types: NumberTypes, options: StateOptions, cluster: Cluster, parameters: float, traffic: Callable[[float], float]
 ) -> float:
     """Seconds of a step of the optimizer on a rank with so many parameters.
 

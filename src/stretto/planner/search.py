@@ -220,7 +220,6 @@ def predict(
 def _judge(
     workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device | None, limit: float
 ) -> Candidate:
-    """Predict this configuration alone."""
     if config.schedule is not None:
         return judge_pipeline(workload, config, cluster, device, limit)
     rates = bandwidths(cluster, config.grid)

@@ -126,7 +126,6 @@ class PassRecorder:
         self.operators = 0  # products that hide a collective, of which the first part is recorded, and the rest
 
     def compute(self, name: str, seconds: float, stream: str = COMPUTE) -> None:
-        """Compute for so many seconds."""
         if seconds > 0:
             self.steps.append(Computation(name, seconds, stream))
 
@@ -138,22 +137,18 @@ class PassRecorder:
         return len(self.steps) - 1
 
     def wait(self, *starts: int | None) -> None:
-        """Wait for collectives."""
         for start in starts:
             if start is not None:
                 self.steps.append(AwaitCollective(start))
 
     def run(self, name: str, *collectives: GroupCollective | None) -> None:
-        """Issue collectives, and wait for each."""
         for collective in collectives:
             self.wait(self.start(name, collective))
 
     def use(self, *weights: WeightCollectives | None) -> None:
-        """Wait for weights that are gathered."""
         self.steps += [UseWeight(weight.gather) for weight in weights if weight is not None]
 
     def weight_gradient(self, name: str, seconds: float, weight: WeightCollectives | None) -> None:
-        """Compute a weight's gradient and send it."""
         self.steps.append(AwaitRoom())
         self.compute(name, seconds)
         if weight is not None:
@@ -280,7 +275,6 @@ class BlockRecord:
 
     @cached_property
     def forward(self) -> Pass:
-        """A forward pass."""
         return self._forward()
 
     @cached_property
@@ -517,12 +511,10 @@ class StepRecord:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches of the step."""
         return self.config.micro_batches(self.workload)
 
     @property
     def blocks(self) -> list[BlockRecord]:
-        """The record of each block of the model."""
         return [self.kinds[-1 if has_moe else 0][1] for has_moe in self.workload.model.has_moe]
 
 

@@ -32,12 +32,7 @@ from stretto.planner.compute import (
     cast_seconds,
     head_seconds,
 )
-from stretto.planner.experts.cost import (
-    HOST_READ,
-    expert_messages,
-    local_expert_parameters,
-    weight_traffic,
-)
+from stretto.planner.experts.cost import HOST_READ, expert_messages, local_expert_parameters, weight_traffic
 from stretto.planner.layers import Linear
 from stretto.planner.memory import gathered_by_copy_engines, local_parameters
 from stretto.planner.optimizer_state import gradient_chunks, number_bytes
@@ -178,7 +173,6 @@ class _WorkloadRecorder:
         )
 
     def _block(self, model: Architecture, casts: CastSeconds) -> BlockRecord:
-        """One block of a kind."""
         config, options, by_blocks = self.config, self.config.options, model.is_sharded_by_blocks
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)

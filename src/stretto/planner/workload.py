@@ -195,5 +195,4 @@ class StepConfig:
         return 1 if self.options.scatters_once else micro_batches
 
     def micro_batches(self, workload: StepWorkload) -> int:
-        """Number of a step's micro-batches."""
         return max(1, workload.batch // self.grid.batch_parts // self.micro_batch)

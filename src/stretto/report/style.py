@@ -130,8 +130,7 @@ class Picture:
 
     def panels(self, rows: int, columns: int, **options: Any) -> NDArray[Any]:
         """Add panels. options: of `Figure.subplots`. Returns axes [rows, columns]."""
-        panels: NDArray[Any] = self.figure.subplots(max(1, rows), max(1, columns), squeeze=False, **options)
-        return panels
+        return self.figure.subplots(max(1, rows), max(1, columns), squeeze=False, **options)
 
     @property
     def _renderer(self) -> Any:

@@ -11,13 +11,7 @@ from stretto.schedules.csv_format import format_csv, parse_csv, read_csv, write_
 from stretto.schedules.generators import SCHEDULES, build_schedule
 from stretto.schedules.message_driven import MessageDrivenPolicy, ServeFirst, simulate_message_driven
 from stretto.schedules.partition import partition
-from stretto.schedules.schedule import (
-    Action,
-    PipelineOperation,
-    PipelineSchedule,
-    ScheduleError,
-    add_unshard_actions,
-)
+from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError, add_unshard_actions
 from stretto.schedules.timing import PipelineTimeline, StageCosts, StageLinks, simulate
 from stretto.schedules.verifier import (
     Delivery,

@@ -10,14 +10,7 @@ from collections import deque
 from typing import Literal, get_args
 
 from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError
-from stretto.schedules.timing import (
-    ActionTimes,
-    MessageTimes,
-    PipelineTimeline,
-    StageCosts,
-    StageLinks,
-    make_timeline,
-)
+from stretto.schedules.timing import ActionTimes, MessageTimes, PipelineTimeline, StageCosts, StageLinks, make_timeline
 
 ServeFirst = Literal["arrival", "backward", "forward"]
 
@@ -47,12 +40,7 @@ class MessageDrivenPolicy:
     """
 
     def __init__(
-        self,
-        stage: int,
-        stages: int,
-        micro_batches: int,
-        limit: int,
-        serve_first: ServeFirst = "arrival",
+        self, stage: int, stages: int, micro_batches: int, limit: int, serve_first: ServeFirst = "arrival"
     ) -> None:
         for name, value in (("stages", stages), ("micro_batches", micro_batches), ("limit", limit)):
             if value < 1:

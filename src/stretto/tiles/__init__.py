@@ -62,15 +62,7 @@ from stretto.tiles.packets import (
     unpack,
 )
 from stretto.tiles.put_channel import PutChannel
-from stretto.tiles.puts import (
-    Puts,
-    arrived_slice,
-    await_credit,
-    outgoing_slice,
-    put_slice,
-    release_slice,
-    wait_slice,
-)
+from stretto.tiles.puts import Puts, arrived_slice, await_credit, outgoing_slice, put_slice, release_slice, wait_slice
 from stretto.tiles.signals import (
     consumer_tile_poll,
     consumer_tile_wait,

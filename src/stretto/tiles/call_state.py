@@ -98,10 +98,17 @@ def load_limit(channel):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def restore_limit(channel):  # type: ignore[no-untyped-def]
-    """Set the limit of a wait back to the group's, so that the host need not launch anything for it."""
-    clock = (channel.state + CLOCK).to(tl.pointer_type(tl.int64))
-    tl.store(clock + _LIMIT, tl.load(clock + _GROUPS_LIMIT))
+def load_groups_limit(channel):  # type: ignore[no-untyped-def]
+    """Return the limit of a wait to which the end of a call sets it back: int64, in ns."""
+    return tl.load((channel.state + CLOCK).to(tl.pointer_type(tl.int64)) + _GROUPS_LIMIT)
+
+
+@triton.jit
+def restore_limit(channel, limit):  # type: ignore[no-untyped-def]
+    """Set the limit of a wait back to the group's (None: not loaded yet), so that the host launches nothing for it."""
+    if limit is None:
+        limit = load_groups_limit(channel)
+    tl.store((channel.state + CLOCK).to(tl.pointer_type(tl.int64)) + _LIMIT, limit)
 
 
 @triton.jit

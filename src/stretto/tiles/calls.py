@@ -89,15 +89,24 @@ def end_call(channel, producer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def end_unsignalled_call(channel):  # type: ignore[no-untyped-def]
-    """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets."""
-    if _is_last_to_end(channel):
-        _end(channel)
+def end_unsignalled_call(channel, programs=None, limit=None):  # type: ignore[no-untyped-def]
+    """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets.
+
+    programs: how many call it; None: all. limit: what `load_groups_limit` gave earlier, so that nothing waits for it.
+    """
+    if programs is None:
+        programs = tl.num_programs(0)
+    tl.debug_barrier()
+    is_last = programs == 1
+    if programs > 1:
+        is_last = _is_last_to_end(channel, programs)
+    if is_last:
+        _end(channel, limit)
 
 
 @triton.jit
-def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
-    """Count this program as done and return whether all others were done before it.
+def _is_last_to_end(channel, programs=None):  # type: ignore[no-untyped-def]
+    """Count this program as done and return whether all others were done before it, of so many (None: of all).
 
     Order: each program has already used whatever it loaded of the call's state, in an address, a branch or a store, so
     the relaxed addition alone says that it is done.
@@ -106,13 +115,15 @@ def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
         channel.begun_in_kernel, "a call that began by begin ends by itself: end_call is for calls by enter"
     )
     tl.debug_barrier()
-    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
+    if programs is None:
+        programs = tl.num_programs(0)
+    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == programs - 1
 
 
 @triton.jit
-def _end(channel):  # type: ignore[no-untyped-def]
+def _end(channel, limit=None):  # type: ignore[no-untyped-def]
     """Reset the counts of programs and the limit of waits, and store the call's number as the last one."""
     for word in tl.static_range(ENDED, PRODUCED + 1):
         tl.store(channel.state + word, 0)
     tl.store(channel.state + EPOCH, call_number(channel))
-    restore_limit(channel)
+    restore_limit(channel, limit)

@@ -20,12 +20,7 @@ import triton
 import triton.language as tl
 
 from stretto.tiles.call_state import HEADER, LATE, call_number, count_static, load_limit, may_publish, require_static
-from stretto.tiles.intrinsics import (
-    INTERPRETED,
-    count_up_by_thread,
-    finish_tma_stores,
-    poll_before_tma,
-)
+from stretto.tiles.intrinsics import INTERPRETED, count_up_by_thread, finish_tma_stores, poll_before_tma
 from stretto.tiles.mapping import tile_channels, tile_rank
 from stretto.tiles.waits import OF_CONSUMER, OF_HOST, OF_PEER, await_slot, report_timeout, wait_until
 

@@ -62,6 +62,5 @@ def _hash_on_cpu(words: Tensor) -> Tensor:
 
 
 def multipliers(first: int, stop: int) -> Tensor:
-    """The multipliers of words `first` to `stop`, int64."""
     mixed = torch.arange(first, stop, device="cpu") * GOLDEN
     return (mixed ^ (mixed >> 32)) | 1

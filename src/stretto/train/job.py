@@ -119,5 +119,4 @@ def resume_job(config: AnyConfig) -> AnyConfig:
 
 
 def resume_from(config: AnyConfig, resume: str | None) -> AnyConfig:
-    """The configuration with another `train.resume`."""
     return config.model_copy(update={"train": config.train.model_copy(update={"resume": resume})})

@@ -54,7 +54,6 @@ class ModelKind(ABC, Generic[Config]):
 
 
 def config_type(name: str) -> "type[JobConfig]":
-    """The configuration of a kind of `KINDS`."""
     return cast("type[JobConfig]", _load(KINDS[name][0]))
 
 

@@ -279,7 +279,6 @@ def learning_rate(
 
 
 def scheduled_rate(step: int, options: RunOptions) -> float:
-    """The learning rate of a run's step, by its options."""
     return learning_rate(
         step,
         lr=options.lr,

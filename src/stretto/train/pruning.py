@@ -5,6 +5,7 @@ Masks depend on the whole weights, and not on the grid: each rank gathers one pa
 of all its numbers, and keeps the mask of its own shard.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
@@ -51,8 +52,9 @@ def prune(
     returned, and nothing is changed, until masks have settled; or bools of whole parameters by name, with sparsity
     None. weights: returns this rank's shard of a parameter by name (None: the model's own).
 
-    Collective. Raises ValueError for a sparsity outside of [0, 1), for masks of parameters that there are not or of
-    other shapes, and for a pattern or a model that leaves nothing to prune.
+    Collective. Raises ValueError for a sparsity outside of [0, 1), for weights that are not finite, for masks of
+    parameters that are not trained or of other shapes, and for a pattern or a model that leaves nothing to prune. Warns
+    of weights of which nothing is left, and of those with fewer numbers than are left: zeros remain by their place.
     """
     if (state := state_of(model)) is not None and state.options.fp8 is not None:
         raise ValueError("prune: the model computes in fp8, in which pruned weights are not gathered: leave fp8 out")
@@ -61,6 +63,11 @@ def prune(
     if isinstance(method, Mapping):
         if sparsity is not None:
             raise ValueError(f"sparsity is {sparsity}, but masks are given, which say what is left; None would do")
+        if scope != "layer" or exclude:
+            raise ValueError(
+                f"scope is {scope!r} and exclude is {exclude!r}, but masks are given, which say what is left: leave "
+                "both out"
+            )
         masks = _shard_masks(model, method)
     else:
         if method != "magnitude" and not isinstance(method, EarlyBird):
@@ -73,7 +80,7 @@ def prune(
             return None
     for name, parameter in model.named_parameters():
         if name in masks.masks:
-            local_shard(parameter).mul_(masks.masks[name].unpacked())
+            local_shard(parameter).masked_fill_(~masks.masks[name].unpacked(), 0)
             torch.autograd.graph.increment_version(parameter)
     return masks
 
@@ -114,22 +121,20 @@ def _choose(
     def shard_of(name: str) -> Tensor:
         return local_shard(parameters[name]) if weights is None else weights(name)
 
-    not_numbers = [name for name in parameters if bool(shard_of(name).isnan().any())]
-    if _sum_over_ranks(model, float(len(not_numbers))):
-        named = ", ".join(not_numbers) or "parameters of other ranks"
-        raise ValueError(f"{named} have numbers that are NaN, of which none is larger: prune weights that are finite")
+    not_finite = [name for name in parameters if (own := shard_of(name)).is_meta or not bool(torch.isfinite(own).all())]
+    if _sum_over_ranks(model, float(len(not_finite))):
+        named = ", ".join(not_finite) or "parameters of other ranks"
+        raise ValueError(f"{named} have numbers that are NaN, infinite or on the meta device: prune finite weights")
     threshold, ties = (0.0, 0)
     if scope == "global":
         bits = {name: magnitude_bits(shard_of(name)) for name in parameters}
-        replicas = {name: _replicas(model, parameter) for name, parameter in parameters.items()}
 
         def count(at_least: int) -> int:
-            mine = sum(float((own >= at_least).sum()) / replicas[name] for name, own in bits.items())
-            return round(_sum_over_ranks(model, mine))
+            return round(_count(model, {name: int((own >= at_least).sum()) for name, own in bits.items()}))
 
         threshold, ties = find_threshold(count, count_left(count(0), sparsity))
         bits.clear()
-    found = {}
+    found, empty, by_place = {}, [], []
     for name, parameter in parameters.items():
         whole = _gather(shard_of(name).to(parameter.device), parameter)
         if scope == "layer":
@@ -137,32 +142,46 @@ def _choose(
         else:
             is_left = select_above(whole, threshold, ties)
             ties -= min(ties, int((whole.float().abs() == threshold).sum()))
+        left, size = int(is_left.sum()), whole.numel()
+        if size and not left:
+            empty.append(name)
+        elif left < size and not bool(whole[is_left].all()):
+            by_place.append(name)
         found[name] = WeightMask.of(_shard(is_left, parameter))
+    if empty:
+        warnings.warn(f"nothing is left of {', '.join(empty)}: exclude small weights", stacklevel=4)
+    if by_place:
+        named = ", ".join(by_place)
+        warnings.warn(f"{named}: more is left than is not zero, so the first zeros are left, too", stacklevel=4)
     return Masks(found, sparsity)
 
 
 def _have_settled(model: nn.Module, masks: Masks, early_bird: EarlyBird) -> bool:
-    counts = early_bird.distances(masks)
-    replicas = {
-        name: _replicas(model, parameter) for name, parameter in model.named_parameters() if name in masks.masks
-    }
-    size = _sum_over_ranks(model, sum(mask.shape.numel() / replicas[name] for name, mask in masks.masks.items()))
-    differing = [
-        _sum_over_ranks(model, sum(count / replicas[name] for name, count in of_one.items())) for of_one in counts
-    ]
+    differing = [_count(model, of_one) for of_one in early_bird.distances(masks)]
+    size = _count(model, {name: mask.shape.numel() for name, mask in masks.masks.items()})
     return len(differing) >= early_bird.window - 1 and max(differing) <= early_bird.tolerance * size
 
 
 def _shard_masks(model: nn.Module, given: Mapping[str, Tensor]) -> Masks:
-    shapes = {name: tuple(parameter.shape) for name, parameter in _whole_parameters(model)}
+    own, shapes = dict(model.named_parameters()), dict[str, tuple[int, ...]]()
+    for name, parameter in _whole_parameters(model):
+        if own.get(name, parameter).requires_grad:
+            shapes[name] = tuple(parameter.shape)
     for name, mask in given.items():
         if not isinstance(mask, Tensor):
             raise ValueError(f"the mask of {name} is a {type(mask).__name__}, but must be a tensor of bools")
         if name not in shapes:
-            raise ValueError(f"a mask is of {name!r}, which is no parameter of the model")
+            raise ValueError(
+                f"a mask is of {name!r}, which is no trained parameter of the model (tied ones have their first name)"
+            )
+        is_whole = not isinstance(mask, DTensor) and mask.layout == torch.strided and not mask.is_meta
+        if not is_whole or not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(
+                f"the mask of {name} must be a dense tensor of bools, or of zeros and ones, of the whole parameter "
+                "(stretto.parallel.gather)"
+            )
         if tuple(mask.shape) != shapes[name]:
             raise ValueError(f"the mask of {name} is {list(mask.shape)}, but the parameter is {list(shapes[name])}")
-    own = dict(model.named_parameters())
     left, size = sum(int((mask != 0).sum()) for mask in given.values()), sum(mask.numel() for mask in given.values())
     if not size:
         raise ValueError("masks are of no number; prune(model, 0.9) chooses some")
@@ -189,10 +208,12 @@ def _shard(whole: Tensor, parameter: nn.Parameter) -> Tensor:
     return shard_like(whole, parameter).to_local()
 
 
-def _replicas(model: nn.Module, parameter: nn.Parameter) -> int:
-    """How many ranks of its pipeline stage hold each number of a parameter's shard."""
-    state = state_of(model)
-    return 1 if state is None else layout_of(parameter).replicas(state.grid.layout_sizes)
+def _count(model: nn.Module, counts: Mapping[str, int]) -> float:
+    """The sum over all ranks of what is counted in their shards of parameters, by name; of replicas once."""
+    if (state := state_of(model)) is None:
+        return sum(counts.values())
+    sizes, own = state.grid.layout_sizes, dict(model.named_parameters())
+    return _sum_over_ranks(model, sum(count / layout_of(own[name]).replicas(sizes) for name, count in counts.items()))
 
 
 def _sum_over_ranks(model: nn.Module, number: float) -> float:
@@ -221,8 +242,9 @@ class PrunedParameters:
         grid: Grid,
     ) -> None:
         _check_masks(parameters, masks, grid)
+        self._parameters, self._device = parameters, grid.device
         self._shares: dict[str, PrunedWeight] = {}
-        self.indices: list[SparseIndex] = []  # of what the store has
+        self.indices: dict[str, SparseIndex] = {}  # of what the store has
         for name, parameter in parameters.items():
             shard, mask = local_shard(parameter), masks.masks.get(name)
             index: SparseIndex = FullIndex(shard.numel())
@@ -233,27 +255,22 @@ class PrunedParameters:
                 else:
                     share = self._shares[name] = _share(shard, mask, weight, kind, dtype)
                     index = FullIndex(share.count)
-            self.indices.append(index)
-        self._names = {name: number for number, name in enumerate(parameters)}
+            self.indices[name] = index
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all indices."""
         of_shares = sum(share.num_bytes for share in self._shares.values())
-        return of_shares + sum(index.num_bytes for index in self.indices)
+        return of_shares + sum(index.num_bytes for index in self.indices.values())
 
-    def stored_shape(self, name: str) -> torch.Size:
-        """The shape in which the store keeps a parameter."""
-        return torch.Size((self.indices[self._names[name]].count,))
-
-    def home(self, number: int, shard: Tensor) -> Tensor:
+    def home(self, name: str, shard: Tensor) -> Tensor:
         """The flat tensor that holds a parameter's weights, of which the store updates what is left."""
-        share = self._shares.get(list(self._names)[number])
+        share = self._shares.get(name)
         return shard.view(-1) if share is None else share.values[: share.count]
 
-    def send(self, state: ParallelState, parameters: Mapping[str, nn.Parameter]) -> None:
+    def send(self, state: ParallelState) -> None:
         """Have what goes over z carry what is left."""
-        for name, parameter in parameters.items():
+        for name, parameter in self._parameters.items():
             if isinstance(parameter, TensorOnGrid):
                 parameter.pruned = self._shares.get(name)
         state.weight_gatherer.send_pruned()
@@ -262,36 +279,32 @@ class PrunedParameters:
 
     def compress(self, name: str, shard: Tensor) -> Tensor:
         """What the store keeps of a tensor like a parameter's shard. Collective for one that z shards."""
+        shard = shard.to(self._device)
         if (share := self._shares.get(name)) is not None:
-            return share.from_rows(share.compress_rows(shard))
-        index = self.indices[self._names[name]]
+            return share.compress(shard)
+        index = self.indices[name]
         return index.compress(shard.reshape(-1), shard.new_empty(index.count))
 
-    def expand(self, name: str, left: Tensor, shape: torch.Size) -> Tensor:
-        """The reverse of `compress`: a tensor of the shard's shape, with zeros. Collective for one that z shards."""
-        return self.expand_later(name, lambda: left, shape, left.device)()
-
-    def expand_later(
-        self, name: str, read: Callable[[], Tensor], shape: torch.Size, device: torch.device
-    ) -> Callable[[], Tensor]:
-        """A function that expands what `read` returns. Collective, here, for a parameter that z shards."""
+    def expand_later(self, name: str, read: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The reverse of `compress`: a function that makes what `read` returns a tensor of the shard's shape, with
+        zeros. Collective, here, for a parameter that z shards."""
+        shape, index = local_shard(self._parameters[name]).shape, self.indices[name]
         if (share := self._shares.get(name)) is not None:
-            rows = share.to_rows(read().flatten().to(device))
+            rows = share.to_rows(read().flatten().to(self._device))
             return lambda: share.expand_rows(rows, shape)
-        index = self.indices[self._names[name]]
 
         def expand() -> Tensor:
             left = read().flatten()
             if not isinstance(index, FullIndex):
-                left = index.fill(left.to(device), left.new_empty(index.size, device=device))
+                left = index.fill(left.to(self._device), left.new_empty(index.size, device=self._device))
             return left.view(shape)
 
         return expand
 
-    def write_rows(self, name: str, shard: Tensor) -> None:
-        """Write the rows of a parameter that z shards as its shares have them. Collective for such a one."""
-        if (share := self._shares.get(name)) is not None:
-            share.write_rows(shard)
+    def write_rows(self) -> None:
+        """Write the rows of parameters that z shards as their shares have them. Collective if there are any."""
+        for name, share in self._shares.items():
+            share.write_rows(local_shard(self._parameters[name]))
 
 
 def _share(
@@ -314,10 +327,14 @@ def _check_masks(parameters: Mapping[str, nn.Parameter], masks: Masks, grid: Gri
     for name, mask in masks.masks.items():
         parameter = parameters.get(name)
         if parameter is None:
-            problem = problem or f"a mask is of {name!r}, which is no trained parameter of this rank"
+            problem = problem or (
+                f"a mask is of {name!r}, which is no trained parameter of this rank: prune after parallelize"
+            )
         elif mask.shape != local_shard(parameter).shape:
             shapes = list(mask.shape), list(local_shard(parameter).shape)
-            problem = problem or f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}"
+            problem = problem or (
+                f"the mask of {name} is {shapes[0]}, but this rank's shard is {shapes[1]}: prune after parallelize"
+            )
     # A parameter that this rank has no mask of may have one on others.
     hashes = dict.fromkeys(parameters, -1)
     if not problem and masks.masks:

@@ -113,6 +113,7 @@ class StoredOptimizer:
         self.store = self._make_store(masks)
         self._take_over(model)
         self._start(model)
+        self._note_written()
 
     def _make_store(self, masks: Masks | None) -> OptimizerStateStore:
         """The store of all parameters, and what is left of those that masks prune."""
@@ -125,22 +126,23 @@ class StoredOptimizer:
         )
         # Now that they are known to fit. Only checkpoints need them besides the indices.
         self.masks = None if masks is None else masks.cpu()
+        indices = None if self._pruned is None else self._pruned.indices
         stored = [
             StoredParameter(
                 name,
-                local_shard(parameter).shape if self._pruned is None else self._pruned.stored_shape(name),
+                local_shard(parameter).shape if indices is None else torch.Size((indices[name].count,)),
                 self._reducer.sum_groups(parameter),
                 layout_of(parameter).replicas(self._grid.layout_sizes),
                 self._weight_decay if parameter.dim() >= 2 else 0.0,
             )
             for name, parameter in self.parameters.items()
         ]
-        return self._build(stored, indices=None if self._pruned is None else self._pruned.indices)
+        return self._build(stored, indices=None if indices is None else list(indices.values()))
 
     def _start(self, model: nn.Module) -> None:
         """Take gradients from now on."""
         if self._pruned is not None:
-            self._pruned.send(require_state(model, "StoredOptimizer"), self.parameters)
+            self._pruned.send(require_state(model, "StoredOptimizer"))
         self.store.prepare()
         index = {parameter: number for number, parameter in enumerate(self.parameters.values())}
         self._reducer.send_to(_StoreSink(self.store, index, model))
@@ -159,29 +161,28 @@ class StoredOptimizer:
             )
         before, pruned, scalars = self.store, self._pruned, {}
         history = {name: self.state(name) for name in self.parameters}
+
+        def expand(name: str, left: Tensor) -> Tensor:
+            return left if pruned is None else pruned.expand_later(name, lambda: left)()
+
         self.store = self._make_store(masks)
-        assert self._pruned is not None
-        for number, (name, parameter) in enumerate(self.parameters.items()):
-            shard = local_shard(parameter)
-            weight = before.weight(number)
-            wide = weight if pruned is None else pruned.expand(name, weight.to(shard.device), shard.shape)
-            self._attach(number, shard)
-            self.store.set_weight(number, self._pruned.compress(name, wide.to(shard.device)))
-            self._pruned.write_rows(name, shard)
+        for name, number in self._numbers.items():
+            self._set_pruned(name, local_shard(self.parameters[name]), expand(name, before.weight(number)))
             scalars[name] = {key: value for key, value in history[name].items() if not value.dim()}
         self._start(self._model)
         for name in self.parameters:
             for key, slot in history.pop(name).items():
                 if slot.dim():
-                    shape = local_shard(self.parameters[name]).shape
-                    self.set_slot(name, key, slot if pruned is None else pruned.expand(name, slot, shape))
+                    self.set_slot(name, key, expand(name, slot))
         self.set_scalars({name: own for name, own in scalars.items() if own})
-        torch.autograd.graph.increment_version(list(self.parameters.values()))
+        self._note_written()
 
-    def _attach(self, number: int, shard: Tensor) -> None:
+    def _set_pruned(self, name: str, shard: Tensor, weight: Tensor) -> None:
+        """Have the store update what is left of a shard, which it sets to `weight`; of one that z shards, its share."""
         assert self._pruned is not None
         assert isinstance(self.store.weights, SparseWeights)
-        self.store.weights.attach(number, self._pruned.home(number, shard))
+        self.store.weights.attach(self._numbers[name], self._pruned.home(name, shard))
+        self.store.set_weight(self._numbers[name], self._pruned.compress(name, weight))
 
     def _take_over(self, model: nn.Module) -> None:
         """Make the model's parameters views of the store's weights, or the dense weights of what it stores; one after
@@ -199,10 +200,8 @@ class StoredOptimizer:
             if number is None:
                 shard = shard.to(dtype)
             elif self._pruned is not None:
-                wide, shard, name = shard, shard.new_zeros(shard.shape, dtype=dtype), names[number]
-                self._attach(number, shard)
-                self.store.set_weight(number, self._pruned.compress(name, wide))
-                self._pruned.write_rows(name, shard)
+                wide, shard = shard, shard.new_zeros(shard.shape, dtype=dtype)
+                self._set_pruned(names[number], shard, wide)
             else:
                 self.store.set_weight(number, shard)
                 shard = self.store.weights.read(number).view(shard.shape)
@@ -217,13 +216,18 @@ class StoredOptimizer:
 
         The norm is fp64, 0-dim, before clipping. loss: 0-dim, the same on all ranks; with `skips_nonfinite`, nothing is
         updated where it or the norm is not finite, as the device decides. Raises ValueError if the model was converted
-        after this optimizer was made.
+        or loaded after this optimizer was made.
         """
         for (name, parameter), pointer in zip(self.parameters.items(), self._pointers, strict=True):
             if local_shard(parameter).data_ptr() != pointer:
                 raise ValueError(
                     f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
                     "update the old numbers: make the optimizer afterwards"
+                )
+            if parameter._version != self._versions[name]:
+                raise ValueError(
+                    f"{name} was written (load_state_dict, copy_, prune) after its optimizer was made, whose fp32 "
+                    "weights are others: make the optimizer afterwards"
                 )
         norm = self.store.step(lr, loss)
         self._note_written()
@@ -256,10 +260,10 @@ class StoredOptimizer:
     def _note_written(self) -> None:
         """After the store has written the weights."""
         if self._pruned is not None:
-            for name, parameter in self.parameters.items():
-                self._pruned.write_rows(name, local_shard(parameter))
+            self._pruned.write_rows()
         # Kernels of the store do not count versions, which show that gathered weights are stale.
         torch.autograd.graph.increment_version(list(self.parameters.values()))
+        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, which drops its own: for a backward pass that is not to count."""
@@ -301,20 +305,18 @@ class StoredOptimizer:
 
         What ranks exchange for a pruned weight that z shards is exchanged here. Collective.
         """
-        number, shape = self._numbers[name], local_shard(self.parameters[name]).shape
+        number = self._numbers[name]
 
         def read() -> Tensor:
             return self.store.weight(number) if key is None else self.store.slots(number)[key]
 
-        if self._pruned is None:
-            return read
-        return self._pruned.expand_later(name, read, shape, self._grid.device)
+        return read if self._pruned is None else self._pruned.expand_later(name, read)
 
     @torch.no_grad()
     def set_slot(self, name: str, key: str, value: Tensor) -> None:
         """Set a parameter's state `key` from a tensor like its shard. Collective for a pruned weight that z shards."""
         slot = self.store.slots(self._numbers[name])[key]
-        slot.copy_(value if self._pruned is None else self._pruned.compress(name, value.to(self._grid.device)))
+        slot.copy_(value if self._pruned is None else self._pruned.compress(name, value))
 
     def masters_on_device(self) -> dict[str, Tensor]:
         """The fp32 weights on the device, in addition to the weights of the computation, by name."""
@@ -513,7 +515,7 @@ def _as_stored(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     pruned = parameter.pruned if isinstance(parameter, TensorOnGrid) else None
     if pruned is None or shard.dim() == 1:
         return shard
-    found: Tensor = pruned.from_rows(pruned.compress_rows(shard))
+    found: Tensor = pruned.compress(shard)
     return found
 
 

@@ -236,7 +236,6 @@ def _start_task(config: JobConfig, grid: Grid, checkpoint: Path | None) -> tuple
 
 
 def _describe_prediction(predicted: dict[str, Any]) -> str:
-    """Format what `TrainTask.predict` returns as a line for the log."""
     step, exposed = predicted["step_time"] * 1e3, sum(predicted["exposed"].values()) * 1e3
     return (
         f"predicted: {step:,.3g} ms a step, of which exposed communication {exposed:,.3g} ms; "
@@ -245,7 +244,6 @@ def _describe_prediction(predicted: dict[str, Any]) -> str:
 
 
 def _summary(task: TrainTask, recorder: StepRecorder) -> dict[str, Any]:
-    """Summarize the run for `summary.json`."""
     assert recorder.last is not None
     device = task.grid.device
     return {

@@ -8,21 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.processes import LIMIT
+from tests.train.failure_runs import Workspace
 
 from stretto.collectives import install
 from stretto.collectives.algorithms import find
-from stretto.memory import PeerError, failures
+from stretto.memory import PeerError
 
 WORDS = "waited in vain for rank 3"
-
-
-class Workspace:
-    """Owner of a failure."""
-
-    def __init__(self):
-        self.record = failures.register(
-            self, lambda words: f"rank 0 of 4: waited in vain for rank {words[1]}", torch.device("cpu")
-        )
 
 
 def use_after_failure(use):

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks that disagree, die or do not come, and schedules that cannot be: an error on every rank, in time, by name."""
 
-import multiprocessing
 import os
 import re
-import signal
 import threading
 import time
 from dataclasses import replace
@@ -14,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tests.processes import LIMIT
+from tests.collectives.executor.test_host import die_once_written
+from tests.pool import run_processes
 
 from stretto.collectives import Collective, ScheduleFileError, call_counts, install, uninstall, write_schedule
 from stretto.collectives.algorithms import find
@@ -152,12 +151,6 @@ def test_a_reason_to_give_up_is_reported_once(ranks):
     ranks(4).run(give_up_in_a_row)
 
 
-def die_once_written(tensor):
-    while not (tensor[:10] != 1).any():
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def run_beside_a_rank_that_is_killed(rank, folder):
     """Rank 2 is killed in the middle of a call; its peers write down what they got."""
     dist.init_process_group("stretto", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
@@ -178,15 +171,7 @@ def run_beside_a_rank_that_is_killed(rank, folder):
 @pytest.mark.long
 def test_a_rank_that_is_killed_in_a_call_is_named_by_all_others(ranks, tmp_path):
     ranks(1).run(int)  # the pool is up, and so is the server that processes are forked from
-    context = multiprocessing.get_context("forkserver")
-    processes = [
-        context.Process(target=run_beside_a_rank_that_is_killed, args=(rank, str(tmp_path))) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT)
-        process.kill()
+    run_processes(run_beside_a_rank_that_is_killed, tmp_path)
     for rank in (0, 1):
         text = (tmp_path / f"rank-{rank}").read_text()
         assert text.startswith(("ExecutionError", "PeerError")), text

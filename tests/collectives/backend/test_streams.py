@@ -195,13 +195,7 @@ def gpu(monkeypatch):
         return runner.start(schedule, BackendCall("allreduce", (tensor,), (tensor,), "sum", 0, timeout, "", is_async))
 
     yield SimpleNamespace(
-        streams=streams,
-        kernel=kernel,
-        runner=runner,
-        call=call,
-        workspace=own,
-        recorded=recorded,
-        schedule=schedule,
+        streams=streams, kernel=kernel, runner=runner, call=call, workspace=own, recorded=recorded, schedule=schedule
     )
     for name in range(10):
         kernel.release(name)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.collectives.executor import programs
 from tests.collectives.executor.simulation import simulate
 from tests.collectives.executor.test_simulation import SEED, exchange_of
+from tests.pool import run_processes
 from tests.processes import LIMIT
 
 from stretto.collectives.collective import AllGather
@@ -200,15 +201,7 @@ def run_beside_a_rank_that_is_killed(rank, folder):
 
 def test_a_rank_that_is_killed_stops_its_peers_by_name_and_leaves_nothing(ranks, tmp_path):
     ranks(1).run(int)  # the pool is up, and so is the server that processes are forked from
-    context = multiprocessing.get_context("forkserver")
-    processes = [
-        context.Process(target=run_beside_a_rank_that_is_killed, args=(rank, str(tmp_path))) for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(LIMIT)
-        process.kill()
+    run_processes(run_beside_a_rank_that_is_killed, tmp_path)
     texts = [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 2)]
     for text in texts:
         assert text.startswith("0 ring all-reduce stops on rank"), text

@@ -268,12 +268,7 @@ REVERSED = Collective("custom", 1, 2, 2, lambda rank, index: ((rank, 1 - index),
         (schedule_of([(None, None, 0, [_RECEIVE])], []), PAIR, {}, "no peer to receive from"),
         (schedule_of([(2, None, 0, [_SEND])], []), PAIR, {}, "rank 2 is no peer"),
         (schedule_of([(0, None, 0, [_SEND])], []), PAIR, {}, "rank 0 is no peer"),
-        (
-            schedule_of([(1, None, 0, [_SEND._replace(source=1)])], []),
-            PAIR,
-            {},
-            "in has 1 chunks: not 1 to 1",
-        ),
+        (schedule_of([(1, None, 0, [_SEND._replace(source=1)])], []), PAIR, {}, "in has 1 chunks: not 1 to 1"),
         (schedule_of([(1, None, 0, [_SEND._replace(size=0)])], []), PAIR, {}, "it has 0 chunks"),
         (
             schedule_of([(None, None, 0, [Step(StepType.NOP, waits_for=(0, 1))])], []),

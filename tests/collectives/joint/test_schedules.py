@@ -169,9 +169,7 @@ def signal_another_chunk(rng, joint, rank, number):
     if len(used) < 2:
         return None
     changed = change_one(
-        rng,
-        joint.ranks[rank].tiles,
-        lambda tile: tile._replace(channel=used[used.index(tile.channel) - 1]),
+        rng, joint.ranks[rank].tiles, lambda tile: tile._replace(channel=used[used.index(tile.channel) - 1])
     )
     return change_plan(joint, rank, tiles=changed)
 

@@ -65,7 +65,6 @@ def drop_connections() -> None:
 
 
 def strike(kind: str) -> None:
-    """Do to this process what the fault does."""
     match kind:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -52,7 +52,6 @@ class Job:
         self.stop(rank, wait=wait, waits=True, entered=entered)
 
     def wait_for(self, rank: int, ranks: tuple[int, ...], what: str = "a message") -> None:
-        """Let a rank wait for a message of one of the ranks."""
         self.stop(rank, wait=Wait(what, ranks), waits=True)
 
     def pass_time(self, seconds: float, cores: float = 0.0) -> None:

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `implementation="auto"` is: the fastest measured, else the predicted, within the memory for keys."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.test_prediction import H200
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from stretto import ops
 from stretto.memory.plain_data import broadcast_data
 from stretto.ops import choices, confirmation
-from stretto.ops.attention import choice, context
+from stretto.ops.attention import choice
 from stretto.ops.attention.choice import AttentionProblem
 from stretto.tuning import TuningStore
 
@@ -89,28 +93,34 @@ def test_a_graph_is_of_the_chosen_way(ranks, tmp_path):
 
 
 def confirm(folder):
-    """(exchanges of a first call that is timed, how often it was timed, exchanges of the next)."""
+    """(exchanges of a first call that is timed, how often it was timed, exchanges of the next, how often it was; how
+    often with calls that are recomputed, and under a mode)."""
     timed = []
 
-    def time_calls(runs, device):
+    def time_calls(runs, device, turns):
         timed.append(len(runs))
         for run in runs:
             run()
-        return [3.0, 2.0, 1.0]
+        return [3.0, 2.0, 1.0][: len(runs)]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", f"{folder}/{dist.get_rank()}")
-        for module in (choice, context):
-            patch.setattr(module, "can_time_calls", lambda device: True)
+        patch.setattr(confirmation, "can_time_calls", lambda device, size: True)
         patch.setattr(confirmation, "time_calls", time_calls)
         patch.setattr(choice, "find_times", lambda group, device, times={("", 1): {}}: times)
         q, k, v = make()
         q.requires_grad_()
-        return count_exchanges(q, k, v), timed, count_exchanges(q, k, v), timed
+        found = count_exchanges(q, k, v), list(timed), count_exchanges(q, k, v), list(timed)
+        longer = [each.requires_grad_() for each in make(4 * LENGTH)]
+        attend = partial(ops.context_attention, causal=True)
+        checkpoint(attend, *longer, use_reentrant=False).sum().backward()  # counts what is saved
+        with FlopCounterMode(display=False):  # as any dispatch mode, which would see what is timed
+            attend(*make(16 * LENGTH))
+        return *found, len(timed)
 
 
 def test_a_first_call_confirms(ranks, tmp_path):
-    assert ranks(2).run(confirm, str(tmp_path)) == [(2, [3], 2, [3])] * 2
+    assert ranks(2).run(confirm, str(tmp_path)) == [(2, [3], 2, [3], 2)] * 2
 
 
 @pytest.mark.parametrize(

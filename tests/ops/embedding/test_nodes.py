@@ -68,7 +68,7 @@ def test_a_bad_index_of_another_node_harms_no_later_call(interpret):
 @pytest.mark.parametrize(
     ("ranks", "nodes", "count"),
     [
-        pytest.param(4, "2x2", 1, marks=pytest.mark.long),
+        pytest.param(3, "2,1", 1, marks=pytest.mark.long),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in ((2, "1,1", 6), (3, "2,1", 6), (4, "2x2", 6), (4, "4x1", 4))

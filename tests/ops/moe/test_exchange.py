@@ -328,31 +328,6 @@ def test_sums_by_ranks_have_the_same_bits_in_each_call(ranks):
     assert [same for same, _ in ranks(2).run(compute_twice_and_alone, torch.float32, "rank")] == [True] * 2
 
 
-def compute_by_places(case, max_rows=None, **options):
-    """Differences from the oracle's of a layer that gathers its rows from the sent tokens, and of its gradients."""
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen)
-    grad = draw(SEED + 9, *layer.x.shape)
-    expected = differentiate_dense(layer, grad)
-    experts = [case.experts // world] * world
-    sizes = (case.tokens, case.tokens, experts, experts)
-    leaves = [part(one, size, rank).clone().requires_grad_() for one, size in zip(layer.leaves, sizes, strict=True)]
-    x, weights, gate_up, down = leaves
-    ids = part(layer.ids, case.tokens, rank)
-    sent = moe.send_tokens(x, ids, weights, case.experts, group, max_rows=max_rows, **options)
-    rows = moe.experts_mlp(sent.tokens[sent.index.places], sent.index.offsets, gate_up, down)
-    scaled = torch.where(sent.index.is_here, sent.weights, 0)[:, :, None] * rows[sent.index.positions]
-    out = moe.return_sums(scaled.sum(1), sent)
-    grads = torch.autograd.grad(out, leaves, part(grad, case.tokens, rank))
-    wanted = [part(one, size, rank) for one, size in zip(expected, (case.tokens, *sizes), strict=True)]
-    return [(one - other).abs().max().item() for one, other in zip((out, *grads), wanted, strict=True) if one.numel()]
-
-
-@pytest.mark.parametrize(("case", "max_rows"), [(Case((5, 0, 4), 3, 6), None), (Case((3, 3), 2, 4), 12)], ids=str)
-def test_experts_may_gather_their_rows_from_tokens_that_were_sent_once(ranks, case, max_rows):
-    require_exact(ranks(case.ranks).run(compute_by_places, case, max_rows))
-
-
 def count_sent_rows(case, reduce):
     """Rows of x's dtype that this rank sends to others in forward and backward, and how many choices are elsewhere."""
     rank, group, hidden = dist.get_rank(), dist.group.WORLD, 64
@@ -412,16 +387,3 @@ def find_relative_error(max_rows):
 def test_bf16_rows_with_fp32_weights_are_within_rounding(ranks, max_rows):
     for errors in ranks(2).run(find_relative_error, max_rows):
         assert max(errors) < 2 * 2**-8
-
-
-def gradient_where_a_rank_has_no_places() -> bool:
-    """Return whether x has a gradient, where rank 0 has no places, and does not use their weights."""
-    x, weights = torch.ones(3, 4, requires_grad=True), torch.ones(3, 1, requires_grad=True)
-    sent = moe.send_tokens(x, torch.ones(3, 1, dtype=torch.int64), weights, 2, dist.group.WORLD)
-    sums = sent.tokens * sent.weights if len(sent.tokens) else sent.tokens
-    moe.return_sums(sums, sent).sum().backward()
-    return x.grad is not None
-
-
-def test_a_rank_without_places_takes_part_in_the_gradients_of_others(ranks):
-    assert ranks(2).run(gradient_where_a_rank_has_no_places) == [True, True]

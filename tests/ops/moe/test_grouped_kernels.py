@@ -15,12 +15,7 @@ from stretto.ops import moe
 from stretto.ops.gemm import Blocks
 from stretto.ops.moe.grouped import kernels
 from stretto.ops.moe.grouped.config import TABLE, GroupedConfig
-from stretto.ops.moe.grouped.kernels import (
-    differentiate_gate,
-    multiply,
-    multiply_gated,
-    multiply_transposed,
-)
+from stretto.ops.moe.grouped.kernels import differentiate_gate, multiply, multiply_gated, multiply_transposed
 
 SEED = 590
 BLOCKS = Blocks(16, 16, 16, 2, 4, 2, 3)

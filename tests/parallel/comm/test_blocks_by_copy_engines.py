@@ -101,8 +101,7 @@ def train(z: int, by_copies: bool, dtype: torch.dtype | None, straggles: bool) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("z", "dtype", "straggles"),
-    [(2, None, True), pytest.param(3, torch.bfloat16, False, marks=pytest.mark.long)],
+    ("z", "dtype", "straggles"), [(2, None, True), pytest.param(3, torch.bfloat16, False, marks=pytest.mark.long)]
 )
 def test_training_has_the_same_bits_and_only_small_parameters_go_through_the_group(interpret, z, dtype, straggles):
     print(f"seed {SEED}")

@@ -27,16 +27,7 @@ CONFIG = GPTConfig(layers=2, hidden=64, heads=8, vocab=61, ffn=96, max_seq_len=S
 LLAMA = replace(
     CONFIG, positions="rotary", activation="swiglu", norm="rmsnorm", bias=False, kv_heads=4, tie_embeddings=False
 )
-GRIDS = [
-    (1, 2, 2, 2),
-    (2, 2, 2, 1),
-    (2, 1, 2, 2),
-    (2, 2, 1, 2),
-    (1, 4, 2, 1),
-    (1, 1, 4, 2),
-    (1, 1, 1, 8),
-    (8, 1, 1, 1),
-]
+GRIDS = [(1, 2, 2, 2), (2, 2, 2, 1), (2, 1, 2, 2), (2, 2, 1, 2), (1, 4, 2, 1), (1, 1, 4, 2), (1, 1, 1, 8), (8, 1, 1, 1)]
 EXHAUSTIVE = pytest.mark.exhaustive
 
 

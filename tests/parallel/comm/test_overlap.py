@@ -99,9 +99,7 @@ def compare_with_nothing_hidden(sizes: Sizes, how: How) -> dict[str, bool]:
         ((2, 2, 1, 1), How(halves=True, checkpoints=True)),
         ((2, 1, 1, 2), How(reshard="after_forward")),
         pytest.param(
-            (2, 2, 1, 2),
-            How(checkpoints=True, reshard="after_forward", micro_batches=2),
-            marks=pytest.mark.exhaustive,
+            (2, 2, 1, 2), How(checkpoints=True, reshard="after_forward", micro_batches=2), marks=pytest.mark.exhaustive
         ),
         pytest.param((2, 1, 2, 2), How(checkpoints=True), marks=pytest.mark.exhaustive),
         ((4, 1, 1, 1), How(micro_batches=2)),

@@ -132,10 +132,7 @@ def distances(kind: str) -> list[float]:
         whole = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
         own = {name: cut(each) if name in sequences else each for name, each in whole.items()}
         results = []
-        for inputs, run, numbers in (
-            (whole, None, seq_idx),
-            (own, parts, None if seq_idx is None else cut(seq_idx)),
-        ):
+        for inputs, run, numbers in ((whole, None, seq_idx), (own, parts, None if seq_idx is None else cut(seq_idx))):
             leaves = {name: each.clone().requires_grad_(name != "factors") for name, each in inputs.items()}
             with Fp32IsFp64():
                 outputs = layer(run, kind, leaves, numbers)

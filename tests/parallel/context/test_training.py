@@ -779,9 +779,7 @@ def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes",
-    [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)],
-    ids=str,
+    "sizes", [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)], ids=str
 )
 def test_checkpoints_do_not_know_context(ranks, tmp_path, sizes):
     for third, resumed_third, fourth, resumed_fourth in ranks(2).run(losses_over_a_checkpoint, tmp_path, *sizes):

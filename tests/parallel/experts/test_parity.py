@@ -21,19 +21,6 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.parametrize("run", CHOSEN, ids=str)
-def test_five_steps_equal_those_of_one_rank(ranks, run):
-    print(f"seed {SEED}")
-    assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("run", every_run(8), ids=str)
-def test_five_steps_on_every_grid_of_8_equal_those_of_one_rank(ranks, run):
-    print(f"seed {SEED}")
-    assert ranks(8).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * 8
-
-
 GRADIENTS = [
     Run({"z": 2, "expert": 2}),
     Run({"x": 2, "z": 2, "expert": 2}),
@@ -63,16 +50,11 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("run", SCHEDULES, ids=str)
-def test_five_steps_by_other_schedules_equal_those_of_one_rank(ranks, run):
-    print(f"seed {SEED}")
-    assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
+MANY = [pytest.param(run, marks=pytest.mark.exhaustive) for run in (*SCHEDULES, *ODD, *every_run(8))]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("run", ODD, ids=str)
-def test_five_steps_where_z_does_not_divide_the_experts_equal_those_of_one_rank(ranks, run):
+@pytest.mark.parametrize("run", [*CHOSEN, *MANY], ids=str)
+def test_five_steps_equal_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")
     assert ranks(run.ranks).run(disagreements, run, case_of(run), expected_of(run)) == [{}] * run.ranks
 

@@ -13,17 +13,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, parallelize
 from tests.parallel.pipeline.training import Run as PipelineRun
 from tests.parallel.pipeline.training import train_by_pipeline
-from tests.parallel.training import (
-    Case,
-    Precision,
-    Trace,
-    batches,
-    build,
-    distance,
-    my_rows,
-    plain_loss,
-    train_plainly,
-)
+from tests.parallel.training import Case, Precision, Trace, batches, build, distance, my_rows, plain_loss, train_plainly
 
 EXACT = Precision(torch.float64, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1), 1e-10)
 
@@ -42,17 +32,14 @@ CASES = {
         has_ignored_targets=True,
     ),
     "top-1 on alternate layers": Case(
-        GPT,
-        (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),),
+        GPT, (gpt(layers=4, activation="gelu", experts_per_token=1, moe_layers="every:2", balance="none"),)
     ),
 }
 OTHER_CASES = {
     "6 experts": Case(GPT, (gpt(num_experts=6, balance="none"),)),
     # The switch loss of a micro-batch is no part of that of the batch; the z-loss is.
     "top-2 in micro-batches": Case(
-        GPT,
-        (gpt(balance="none", z_loss=0.1, shared_ffn=16, shared_expert_gate=True),),
-        has_ignored_targets=True,
+        GPT, (gpt(balance="none", z_loss=0.1, shared_ffn=16, shared_expert_gate=True),), has_ignored_targets=True
     ),
     # GPUs and CPUs compute other angles of rotary positions, which are fp32.
     "top-2 in micro-batches, learned positions": Case(

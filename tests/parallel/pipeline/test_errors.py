@@ -71,7 +71,6 @@ class SharedInside(nn.Module):
 
 
 def refusals() -> dict[str, str]:
-    """Return what each misuse is answered with."""
     grid = Grid(pipe=2)
     blocks = ["layers.*"]
 

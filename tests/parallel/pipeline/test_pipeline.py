@@ -111,16 +111,14 @@ def test_five_steps_of_every_schedule_on_every_grid_equal_those_of_one_rank(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("run", "micro_batches", "variant", "precision"), spread_cases([8], [2, 4, 8]), ids=str)
-def test_five_steps_of_every_schedule_on_every_grid_of_eight_ranks_equal_those_of_one(
+@pytest.mark.parametrize(
+    ("run", "micro_batches", "variant", "precision"),
+    [*spread_cases([8], [2, 4, 8]), *spread_cases([2, 4, 8], [1])],
+    ids=str,
+)
+def test_five_steps_on_eight_ranks_and_in_pipelines_of_one_equal_those_of_one_rank(
     ranks, run, micro_batches, variant, precision
 ):
-    check(ranks, run, micro_batches, variant, precision)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("run", "micro_batches", "variant", "precision"), spread_cases([2, 4, 8], [1]), ids=str)
-def test_a_pipeline_of_one_rank_trains_as_the_grid_does(ranks, run, micro_batches, variant, precision):
     check(ranks, run, micro_batches, variant, precision)
 
 

@@ -99,7 +99,6 @@ class Setup:
     pipeline: dict[str, Any] = field(default_factory=dict)
 
     def build(self, model: nn.Module, grid: Grid) -> tuple[nn.Module, Pipeline]:
-        """Parallelize a model, and make its pipeline."""
         if self.schedule in STAGES:
             model = parallelize(model, grid, stages=STAGES[self.schedule], **self.options)
         else:

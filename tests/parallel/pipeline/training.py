@@ -11,17 +11,7 @@ from torch import Tensor, nn
 from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, clip_grad_norm_, gather, parallelize
 from stretto.schedules.schedule import place_in_loops, place_in_v
-from tests.parallel.training import (
-    Case,
-    Precision,
-    Trace,
-    batches,
-    build,
-    distance,
-    my_rows,
-    plain_loss,
-    train_plainly,
-)
+from tests.parallel.training import Case, Precision, Trace, batches, build, distance, my_rows, plain_loss, train_plainly
 
 STAGES = {
     "interleaved": StageOptions(virtual_stages=2),
@@ -113,7 +103,6 @@ class Found:
 
 
 def compare(run: Run, case: Case, precision: Precision, expected: Expected, grid: Grid | None = None) -> Found:
-    """Train on this rank, and compare."""
     grid = grid or Grid(**run.grid)
     seen, evaluated = train_by_pipeline(run, case, precision, grid)
     plain = expected.trace
@@ -134,7 +123,6 @@ def _pairs(what: str, ours: Sequence[float], theirs: Sequence[float]) -> dict[st
 
 
 def compare_all(runs: Sequence[tuple[Run, Case, Precision, Expected]]) -> list[Found]:
-    """Compare several runs on one grid."""
     grid = Grid(**runs[0][0].grid)
     return [compare(run, case, precision, expected, grid) for run, case, precision, expected in runs]
 

@@ -117,11 +117,7 @@ def check(ranks: Any, family: str, sizes: dict[str, Any]) -> None:
         assert found.tensors.keys() == expected.tensors.keys() or "pipe" in sizes
         for name, tensor in found.tensors.items():
             torch.testing.assert_close(
-                tensor,
-                expected.tensors[name],
-                rtol=TOLERANCE,
-                atol=TOLERANCE,
-                msg=lambda text, n=name: f"{n}: {text}",
+                tensor, expected.tensors[name], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 

@@ -52,21 +52,17 @@ class Ledger:
             self._read(path)
 
     def of(self, ranks: int, name: str) -> Account:
-        """The account of a configuration with `ranks` ranks."""
         return self.accounts.setdefault(ranks, {}).setdefault(name, Account())
 
     def begin(self, ranks: int, seed: int) -> None:
-        """Record the seed of a run that begins."""
         self.seeds.setdefault(ranks, []).append(seed)
 
     def write(self) -> None:
-        """Write the file atomically."""
         if self.path is None:
             return
         write_atomically(self.path, json.dumps({"version": _VERSION, "ranks": self.encode()}, indent=1))
 
     def encode(self) -> dict[str, Any]:
-        """All accounts, as JSON has them."""
         return {
             str(ranks): {
                 "seeds": self.seeds.get(ranks, []),

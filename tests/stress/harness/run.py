@@ -57,7 +57,6 @@ class StressReport:
 
     @property
     def results(self) -> int:
-        """The number of results of all configurations."""
         return sum(account.results for account in self.accounts.values())
 
     def count(self, what: str) -> int:
@@ -65,7 +64,6 @@ class StressReport:
         return sum(getattr(account, what) for account in self.accounts.values())
 
     def list_rows(self) -> list[dict[str, Any]]:
-        """A row for each configuration."""
         return [
             {
                 "name": name,
@@ -200,11 +198,7 @@ class _StressRun:
             open_ones = [name for name in open_ones if self._turns[name] < self._setting.results]
         least = FLOOR if self._setting.results is None else self._setting.results
         # Once all have the least number of results, configurations alternate: fast ones have larger batches.
-        return min(
-            open_ones,
-            key=lambda name: (min(self._turns[name], least), self._batches[name]),
-            default=None,
-        )
+        return min(open_ones, key=lambda name: (min(self._turns[name], least), self._batches[name]), default=None)
 
     def _size_batch(self, name: str, mode: str) -> int:
         """The number of calls in the next batch: more if the last one was fast, so that calls take most of the time."""

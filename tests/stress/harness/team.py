@@ -27,7 +27,6 @@ class Team:
 
     @property
     def world(self) -> int:
-        """Number of ranks in the group."""
         return self.group.size()
 
     @property

@@ -173,10 +173,7 @@ def fail_while_it_is_written(out: Path, kind: type[Exception]) -> bool:
     threading.Timer(0.3, begin.set).start()
     with mock.patch.object(saver_module, "MAX_END", 0.1):
         try:
-            with (
-                writes(lambda write, writer: begin.wait() and write()),
-                Saver(out, CPU, Retention()) as saver,
-            ):
+            with writes(lambda write, writer: begin.wait() and write()), Saver(out, CPU, Retention()) as saver:
                 saver.prepare(training_state(model, optimizer))
                 saver.save(1, training_state(model, optimizer), DESCRIPTION)
                 raise kind("something else")

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -37,21 +36,6 @@ from stretto.train.checkpoint.metadata import TensorEntry, read_metadata
 from stretto.train.checkpoint.storage import read_tensor
 
 MakeRanks = Callable[[int], Ranks]
-
-
-@pytest.fixture(scope="module")
-def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with checkpoints of steps 1 and 2, written by one rank."""
-    out = tmp_path_factory.mktemp("saved")
-    Ranks(pool, 1).run(runs.save_steps, out, [1, 2], 5)
-    return out
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the run's folder, to damage."""
-    shutil.copytree(saved, tmp_path / "run")
-    return tmp_path / "run"
 
 
 # --- another grid

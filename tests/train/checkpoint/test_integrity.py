@@ -27,37 +27,13 @@ from stretto.train.checkpoint import (
     newest_checkpoint,
     training_state,
 )
-from stretto.train.checkpoint.integrity import (
-    DamagedCheckpointError,
-    DamagedError,
-)
+from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
 from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry, read_metadata
 from stretto.train.checkpoint.pieces import check_container
 from stretto.train.checkpoint.storage import read_tensor
 
 MakeRanks = Callable[[int], Ranks]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture(scope="module")
-def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with checkpoints of steps 1 and 2, written by one rank."""
-    out = tmp_path_factory.mktemp("saved")
-    Ranks(pool, 1).run(runs.save_steps, out, [1, 2], 5)
-    return out
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    """A copy of the run's folder, to damage."""
-    return shutil.copytree(saved, tmp_path / "run")
-
-
-@pytest.fixture
-def seed() -> random.Random:
-    number = random.randrange(1 << 32)
-    print(f"seed {number}")
-    return random.Random(number)
 
 
 def tensor_at(metadata: CheckpointMetadata, file: str, byte: int) -> str:

@@ -42,24 +42,10 @@ MakeRanks = Callable[[int], Ranks]
 
 
 @pytest.fixture(scope="module")
-def saved(pool: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("saved")
-    Ranks(pool, 1).run(runs.save_steps, out, [1, 2], 5)
-    export_safetensors(checkpoint_path(out, 2), out / "one.safetensors")
-    export_safetensors(checkpoint_path(out, 2), out / "several.safetensors", max_file_bytes=6000)
-    return out
-
-
-@pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(saved, tmp_path / "run")
-
-
-@pytest.fixture
-def seed() -> random.Random:
-    number = random.randrange(1 << 32)
-    print(f"seed {number}")
-    return random.Random(number)
+def saved(saved: Path) -> Path:
+    export_safetensors(checkpoint_path(saved, 2), saved / "one.safetensors")
+    export_safetensors(checkpoint_path(saved, 2), saved / "several.safetensors", max_file_bytes=6000)
+    return saved
 
 
 def damages(path: Path) -> list[str]:

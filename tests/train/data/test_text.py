@@ -30,8 +30,7 @@ def test_a_text_is_cut_into_sequences_that_share_one_token(tmp_path: Path) -> No
 
 @settings(max_examples=40, deadline=None)
 @given(
-    parts=st.lists(st.text("abc é\n", min_size=1, max_size=40).map(str.encode), min_size=1),
-    seq_len=st.integers(1, 7),
+    parts=st.lists(st.text("abc é\n", min_size=1, max_size=40).map(str.encode), min_size=1), seq_len=st.integers(1, 7)
 )
 def test_sequences_run_across_files(tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], seq_len: int) -> None:
     folder = tmp_path_factory.mktemp("text")
@@ -116,8 +115,7 @@ def test_a_folder_without_files_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("12345678", r"has 8 tokens, .* seq_len=8 takes 9, .* at most 7"), ("1", "more text")],
+    ("text", "message"), [("12345678", r"has 8 tokens, .* seq_len=8 takes 9, .* at most 7"), ("1", "more text")]
 )
 def test_less_than_one_sequence_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "short").write_text(text)

@@ -229,20 +229,6 @@ def test_the_loss_of_conversations_is_the_mean_over_the_assistants_messages_on_a
     assert [line["loss"] for line in runs.metrics_of(config.out)] == pytest.approx(losses, abs=1e-5)
 
 
-@pytest.mark.exhaustive
-def test_a_run_resumes_on_another_grid(ranks: MakeRanks, tmp_path: Path) -> None:
-    folder = model_folders.write_folder(tmp_path / "model")
-    whole = model_folders.configure(tmp_path / "whole", folder, "grid.z=2", "train.steps=4", "train.checkpoint_every=2")
-    model_folders.train_on_grid(ranks, whole)
-    middle = checkpoint_path(whole.out, 2)
-    resume = ("grid.y=2", "train.steps=4", f"train.resume={middle}")
-    resumed = model_folders.configure(tmp_path / "resumed", folder, *resume)
-    preflight(resumed)
-    model_folders.train_on_grid(ranks, resumed)
-    losses = [line["loss"] for line in runs.metrics_of(resumed.out)]
-    assert losses == pytest.approx([line["loss"] for line in runs.metrics_of(whole.out)[2:]], abs=1e-5)
-
-
 def test_a_run_is_resumed_only_with_its_own_model(tuned: Path, tmp_path: Path) -> None:
     resume = ("train.steps=2", "grid.y=2", f"train.resume={checkpoint_path(tuned, 1)}")
     other = model_folders.write_folder(tmp_path / "other", kind="gpt2", tied=True, layer_norm_epsilon=1e-3)

@@ -87,5 +87,4 @@ class CollectivesTuning(Tuning, CollectiveSizes):
             read_times(self.table)  # another kind of file must not be overwritten
 
     def problems(self, ranks: int) -> list[str]:
-        """Names of the calls that are measured."""
         return [f"{name} {dtype} {size}" for name in self.collectives for dtype in self.dtypes for size in self.sizes]

@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.ops.embedding.backward import (
-    LookupInput,
-    TableUpdate,
-    choose_backward_config,
-    reduce_rows,
-    sort_lookups,
-)
+from stretto.ops.embedding.backward import LookupInput, TableUpdate, choose_backward_config, reduce_rows, sort_lookups
 from stretto.ops.embedding.forward import look_up_alone
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.placement import EmbeddingPlacement
@@ -33,12 +27,10 @@ class LookupBatch:
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """Of each table."""
         return tuple(table.shape[0] for table in self.tables)
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Of each table."""
         return tuple(table.shape[1] for table in self.tables)
 
     def count_distinct_numbers(self) -> int:

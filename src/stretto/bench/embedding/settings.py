@@ -51,8 +51,7 @@ class LookupShapes:
     """Look-ups, the rows of each table (an upper bound for MLPerf's) and their dtype."""
 
     cases: Annotated[
-        tuple[LookupShape, ...],
-        Option("BATCHxTABLESxDIMxPOOLING (tables of each rank) or mlperf, with commas."),
+        tuple[LookupShape, ...], Option("BATCHxTABLESxDIMxPOOLING (tables of each rank) or mlperf, with commas.")
     ] = (
         LookupShape(256, 16, 256, 70),
         LookupShape(1024, 64, 256, 70),

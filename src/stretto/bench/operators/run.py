@@ -62,7 +62,6 @@ def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[di
 
 
 def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
-    """The job of each rank; rank 0 writes the rows."""
     device = Grid(data=ranks).device
     measured: list[dict[str, Any]] = []
     for name, case, m in setting.shapes():

@@ -189,8 +189,7 @@ class ExpertsTuning(Tuning):
     """Settings of `stretto tune experts`: tensor-parallel experts, whose columns all ranks divide."""
 
     cases: Annotated[
-        tuple[ExpertShape, ...],
-        Option(f"HIDDENxINTERMEDIATExEXPERTSxTOP_K or {', '.join(EXPERTS)}, with commas."),
+        tuple[ExpertShape, ...], Option(f"HIDDENxINTERMEDIATExEXPERTSxTOP_K or {', '.join(EXPERTS)}, with commas.")
     ] = tuple(ExpertShape(*sizes) for sizes in EXPERTS.values())
     ms: Annotated[tuple[int, ...], Option("Tokens of all ranks, with commas.")] = MANY_ROWS
 

@@ -16,25 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.bench.harness import (
-    FAILURES,
-    TORCH_DTYPES,
-    empty_memory,
-    in_one_line,
-    peak_memory_gib,
-    time_each_step,
-)
+from stretto.bench.harness import FAILURES, TORCH_DTYPES, empty_memory, in_one_line, peak_memory_gib, time_each_step
 from stretto.bench.training.settings import TrainingWorkload
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
-from stretto.parallel import (
-    Grid,
-    Overlap,
-    checkpoint_activations,
-    clip_scale,
-    gradient_norm,
-    parallelize,
-)
+from stretto.parallel import Grid, Overlap, checkpoint_activations, clip_scale, gradient_norm, parallelize
 
 MAX_NORM = 1.0
 
@@ -86,7 +72,6 @@ class TrainingRun:
 
 
 def make_grid(sizes: Mapping[str, int]) -> Grid:
-    """Make the grid of these sizes."""
     return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"], context=sizes.get("context", 1))
 
 

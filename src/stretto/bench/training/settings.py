@@ -5,18 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from stretto.axes import name_grid
-from stretto.bench.settings import (
-    Layers,
-    Option,
-    Ranks,
-    Repeats,
-    Rounds,
-    SeqLen,
-    Tuning,
-    Vocab,
-    WarmUp,
-    require_known,
-)
+from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Tuning, Vocab, WarmUp, require_known
 from stretto.models import GPTConfig
 from stretto.quantities import require_least
 
@@ -93,7 +82,6 @@ class ProductsTuning(Tuning):
         return TrainingWorkload(config, batch, self.seq_len, 0, 1, 1, dtype=self.dtype)
 
     def problems(self, ranks: int) -> list[str]:
-        """Names of the grids whose products are measured."""
         batch = self.workload(ranks).batch
         return [f"{self.model} {batch} x {self.seq_len} {self.dtype} on {name_grid(grid)}" for grid in grids_of(ranks)]
 

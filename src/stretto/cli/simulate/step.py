@@ -266,7 +266,6 @@ def _write(simulated: "StepSimulation", trace: Path | None, picture: Path | None
 
 
 def _print(simulated: "StepSimulation", changed: "Sequence[ChangedStep]") -> None:
-    """Tables for people."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -6,10 +6,7 @@ from stretto.collectives.collective import AllGather, AllReduce, ReduceScatter
 from stretto.collectives.language import Reference, chunk
 
 
-@algorithm(
-    lambda ranks, in_place=True: AllReduce(ranks, 1, in_place),
-    source="MSCCLang, section 7.1.2, in one step",
-)
+@algorithm(lambda ranks, in_place=True: AllReduce(ranks, 1, in_place), source="MSCCLang, section 7.1.2, in one step")
 def one_shot_all_reduce(ranks: int) -> None:
     """Every rank gets every other's whole buffer, and all add in rank order, so that all hold the same bits."""
     for source in range(ranks):

@@ -20,8 +20,7 @@ def direct_all_to_all(ranks: int, in_place: bool = False) -> None:
 
 
 @algorithm(
-    lambda nodes, gpus, in_place=False: AllToAll(nodes * gpus, 1, in_place),
-    source="MSCCLang, section 7.3, figure 9",
+    lambda nodes, gpus, in_place=False: AllToAll(nodes * gpus, 1, in_place), source="MSCCLang, section 7.3, figure 9"
 )
 def two_step_all_to_all(nodes: int, gpus: int, in_place: bool = False) -> None:
     """Chunks for one GPU of another node are brought together in this node, and cross in one message."""

@@ -70,7 +70,6 @@ class Agreement:
         return found + [f"rank {peer}{_GIVING_UP}{why}" for peer, why in (first or reasons).items()]
 
     def close(self) -> None:
-        """Free the memory."""
         self._memory.close()
 
     def _gave_up(self, peer: int) -> bool:

@@ -58,12 +58,10 @@ class CollectiveTensors:
 
     @property
     def input_elements(self) -> int:
-        """The number of elements of the input."""
         return sum(tensor.numel() for tensor in self.inputs)
 
     @property
     def output_elements(self) -> int:
-        """The number of elements of the output."""
         return sum(tensor.numel() for tensor in self.outputs)
 
 

@@ -67,12 +67,10 @@ class CudaRunner:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes of the CUDA executor."""
         return frozenset(getattr(torch, name) for name in ELEMENTS)
 
     @property
     def reductions(self) -> frozenset[str]:
-        """The reductions of the CUDA executor."""
         return frozenset(OPERATIONS)
 
     def prepare(

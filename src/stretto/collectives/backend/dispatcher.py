@@ -85,7 +85,6 @@ class CallCounter:
             self._log.log(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
 
     def read(self) -> dict[tuple[str, str], int]:
-        """The counts so far."""
         with self._lock:
             return dict(self._counts)
 

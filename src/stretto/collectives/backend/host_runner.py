@@ -61,7 +61,6 @@ class HostRunner:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes of the host executor."""
         return frozenset(DTYPES)
 
     @property
@@ -84,7 +83,6 @@ class HostRunner:
         self._prepared[id(schedule)] = _PreparedSchedule(schedule, memory, tile_bytes)
 
     def start(self, schedule: Schedule, call: BackendCall) -> "Work":
-        """Submit the call to the worker thread, and return its Work."""
         work = make_work(self._member.rank, call.title, call.outputs, call.inputs)
         prepared = self._prepared[id(schedule)]
 
@@ -242,14 +240,7 @@ def _make_plan(
 ) -> ExecutionPlan:
     """The execution plan for an input of that many elements on each rank."""
     return make_plan(
-        schedule,
-        elements,
-        None,
-        in_place=in_place,
-        dtype=dtype,
-        reduction=reduction,
-        tile_bytes=tile_bytes,
-        slots=None,
+        schedule, elements, None, in_place=in_place, dtype=dtype, reduction=reduction, tile_bytes=tile_bytes, slots=None
     )
 
 
@@ -287,8 +278,6 @@ class Worker:
             self._jobs.put(job)
 
     def submit_work(self, work: Any, run: Callable[[], object]) -> "Work":
-        """Queue `run`, and return its Work, whose `wait` raises what `run` raises."""
-
         def job() -> None:
             try:
                 run()

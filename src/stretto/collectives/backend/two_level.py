@@ -59,7 +59,6 @@ class TwoLevelRunner:
         return algorithm, "the ranks are on several nodes"
 
     def start(self, call: BackendCall) -> "Work":
-        """Start a call that `find_algorithm` has found an algorithm for."""
         run = self._bind(call)
         if not call.inputs[0].is_cuda:
             work = make_work(self._member.rank, call.title, call.outputs, call.inputs)

@@ -49,12 +49,7 @@ def compile_program(
         collective,
         protocol,
         tuple(
-            RankProgram(
-                collective.input_chunks,
-                collective.output_chunks,
-                scratch[rank],
-                _emit(dag, blocks),
-            )
+            RankProgram(collective.input_chunks, collective.output_chunks, scratch[rank], _emit(dag, blocks))
             for rank, blocks in enumerate(ranks)
         ),
         in_place=collective.in_place,

@@ -83,7 +83,6 @@ class ExecutionPlan:
 
     @property
     def tiles(self) -> int:
-        """Number of tiles of a full chunk."""
         return -(-self.layout.chunk_elements // self.tile_elements)
 
     @property

@@ -59,12 +59,7 @@ class FifoSender(_FifoEnd):
         if self._puts:
             slot = self.passed % len(self._slots) * connection.slot_bytes
             self._memory.put(
-                connection.receiver,
-                slot,
-                connection.offset + slot,
-                size,
-                connection.sent,
-                source_region=self._source,
+                connection.receiver, slot, connection.offset + slot, size, connection.sent, source_region=self._source
             )
         else:
             self._memory.signal(connection.receiver, connection.sent)
@@ -210,7 +205,6 @@ class RankRun:
         return f"{where} waits for {what}"
 
     def awaited_peer(self, number: int, awaited: Awaited) -> int | None:
-        """The rank that a thread block waits for, None if it is this one."""
         match awaited:
             case Awaited.STEP:
                 return None

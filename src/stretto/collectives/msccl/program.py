@@ -49,13 +49,7 @@ class Ref:
         self.prog = prog
 
     def copy(
-        self,
-        dst: int,
-        buffer: Hashable = None,
-        index: int = -1,
-        sendtb: int = -1,
-        recvtb: int = -1,
-        ch: int = -1,
+        self, dst: int, buffer: Hashable = None, index: int = -1, sendtb: int = -1, recvtb: int = -1, ch: int = -1
     ) -> "Ref":
         """Copy these chunks to rank `dst`'s buffer at `index`; returns the reference to the copies.
 
@@ -137,7 +131,6 @@ class Ref:
 
     @property
     def place(self) -> ChunkRange:
-        """The place of these chunks."""
         return ChunkRange(self.rank, self.buffer, self.index, self.size)
 
     def _held(self, index: int) -> Any:
@@ -307,7 +300,6 @@ class MSCCLProgram:
         return self.collective.check(self)
 
     def generate_xml(self) -> str:
-        """The schedule as MSCCL XML."""
         return to_xml(self.compile())
 
     def lower(self) -> None:

@@ -27,11 +27,9 @@ class Topology:
                 raise ValueError(f"a switch's bandwidth is positive, not {bandwidth} (switch {switch})")
 
     def num_nodes(self) -> int:
-        """Number of ranks."""
         return len(self.links)
 
     def nodes(self) -> range:
-        """All ranks."""
         return range(len(self.links))
 
     def link(self, src: int, dst: int) -> Any:

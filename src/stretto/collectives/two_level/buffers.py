@@ -28,12 +28,10 @@ class SlotRange:
 
     @property
     def slots(self) -> int:
-        """The number of slots."""
         return self.last - self.first
 
     @property
     def elements(self) -> int:
-        """The number of elements of each slot."""
         return self.end - self.begin
 
 
@@ -62,12 +60,7 @@ def split_slots(slots: int, elements: int, limit: int) -> Iterator[SlotRange]:
 
 Reduction = Literal["sum", "avg", "max", "min"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "max", "min")
-_OPS = (
-    ("sum", dist.ReduceOp.SUM),
-    ("avg", dist.ReduceOp.AVG),
-    ("max", dist.ReduceOp.MAX),
-    ("min", dist.ReduceOp.MIN),
-)
+_OPS = (("sum", dist.ReduceOp.SUM), ("avg", dist.ReduceOp.AVG), ("max", dist.ReduceOp.MAX), ("min", dist.ReduceOp.MIN))
 _LIBRARY = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LIBRARY_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)

@@ -132,12 +132,7 @@ def flat_all_reduce(
 
 
 def _all_to_all_and_reduce(
-    target: Tensor,
-    staging: Tensor,
-    node: IntraNodeGroup,
-    reduction: Reduction,
-    divisor: int | None,
-    deadline: Deadline,
+    target: Tensor, staging: Tensor, node: IntraNodeGroup, reduction: Reduction, divisor: int | None, deadline: Deadline
 ) -> None:
     """Exchange `staging` [ranks, slots, elements], a part for each rank, and sum what arrives into `target`."""
     received = torch.empty_like(staging, memory_format=torch.contiguous_format)

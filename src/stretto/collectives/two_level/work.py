@@ -85,7 +85,6 @@ class InlineRunner:
     """Runs each collective at once, in the caller's thread and on its stream."""
 
     def start(self, run: Callable[[], None], tensors: tuple[Tensor, ...]) -> Work:
-        """Run `run`, as `SerialRunner.start`."""
         run()
         return _DoneWork()
 
@@ -175,7 +174,6 @@ class Deadline:
                 raise RuntimeError("it was not done within the limit, or aborted")
 
     def describe(self, doing: str, cause: str) -> str:
-        """The error message."""
         if "imed out" in cause or "imeout" in cause:
             cause = f"not done within {self.seconds:g} s ({cause})"
         return f"rank {self.rank} of {self.world} ({self.place}), {self.collective}, {doing}: {cause}"

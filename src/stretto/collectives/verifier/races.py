@@ -77,7 +77,6 @@ class _Search:
 
     @property
     def races(self) -> list[Race]:
-        """The races found so far."""
         return list(self._races.values())
 
     def run(self) -> None:

@@ -79,7 +79,6 @@ class Values:
         return result
 
     def describe(self, value: int) -> str:
-        """Describe a value for error messages."""
         if value == EMPTY:
             return "nothing"
         if self.size(value) == _MAX_LEAVES:
@@ -167,11 +166,7 @@ def _start(graph: Graph, collective: Collective, values: Values) -> list[dict[Bu
 
 
 def _compare(
-    graph: Graph,
-    collective: Collective,
-    values: Values,
-    memory: list[dict[Buffer, list[int]]],
-    errors: list[str],
+    graph: Graph, collective: Collective, values: Values, memory: list[dict[Buffer, list[int]]], errors: list[str]
 ) -> SymbolicOutcome:
     # By index: most ranks expect the same there, and hashing the expected values would dominate the time.
     wanted: dict[int, _Wanted] = {}

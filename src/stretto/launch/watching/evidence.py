@@ -36,7 +36,6 @@ def collect(out: Path, monitor: Monitor, text: str, running: Collection[int] | N
 
 
 def _table(monitor: Monitor, ranks: list[int]) -> str:
-    """The states of all ranks."""
     rows = [("rank", "host", "pid", "step", "phase", "no progress", "state", "waits in", "at")]
     for rank in ranks:
         state = monitor.states.get(rank)

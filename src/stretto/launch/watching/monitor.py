@@ -132,7 +132,6 @@ class Monitor:
         return [rank for rank in self._ranks if not (rank in self.states and self.states[rank].is_done)]
 
     def idle(self, rank: int) -> float:
-        """Seconds for which a rank has made no progress."""
         if rank in self.silent:
             return self.silent[rank]
         return self.states[rank].idle if rank in self.states else self._clock() - self._started
@@ -144,7 +143,6 @@ class Monitor:
         return process_state(self.pids[rank]) if rank in self.pids else None
 
     def describe_place(self, rank: int) -> str:
-        """Say in which step and phase a rank is."""
         state = self.states[rank]
         return f"phase {state.phase}" if state.step is None else f"step {state.step}, phase {state.phase}"
 

@@ -63,8 +63,7 @@ class RankState:
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "RankState":
         """From another node's plain data. Raises TypeError, KeyError or OverflowError if it is not that."""
-        found: RankState = _typed(cls, values)
-        return found
+        return _typed(cls, values)
 
 
 _COUNTED = {each.name for each in fields(RankState)} & {each.name for each in fields(Counters)}

@@ -183,7 +183,6 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def _status(pid: int) -> dict[str, str] | None:
-    """The fields of /proc/PID/status."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     except OSError:

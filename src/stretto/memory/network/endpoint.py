@@ -53,7 +53,6 @@ class Endpoint:
         self.timeout = group_timeout(group)
         order = {name: number for number, name in enumerate(dict.fromkeys(nodes))}
         self.nodes = tuple(order[name] for name in nodes)
-        self._operator = ""
         self._regions = 0
         self._local_regions = LOCAL_REGIONS
         self._lock = threading.Lock()
@@ -140,7 +139,6 @@ class Endpoint:
             raise PeerError(f"{self.describe(self.rank)} has lost {self.describe(peer)}: {why}")
 
     def describe(self, rank: int) -> str:
-        """Name a rank with its node and NIC."""
         return f"rank {rank} of {self.world} (node {self.nodes[rank]}, NIC {self.nics[rank]})"
 
     def close(self) -> None:

@@ -53,7 +53,6 @@ class FrameError(Exception):
 
 
 def pack_frame(frame: PutFrame, token: bytes) -> bytes:
-    """The frame's header."""
     return _HEADER.pack(
         MAGIC,
         VERSION,

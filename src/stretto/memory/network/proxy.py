@@ -155,7 +155,6 @@ class Proxy:
         self._thread.join(seconds + 1.0)
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Run a function in the thread."""
         results: SimpleQueue[T] = SimpleQueue()
         self._commands.put(lambda: results.put(function()))
         self.wake()

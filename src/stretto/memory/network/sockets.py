@@ -27,10 +27,9 @@ _BUFFERS_AT_ONCE = 64
 class _PeerConnection:
     """A socket, what it is to send, and the frame that it is receiving. peer: None until it has greeted."""
 
-    def __init__(self, socket: socket.socket, peer: int | None, is_ours: bool) -> None:
+    def __init__(self, socket: socket.socket, peer: int | None) -> None:
         self.socket = socket
         self.peer = peer
-        self.is_ours = is_ours
         self.is_open = False  # connected at all
         self.has_greeted = False
         self.began = time.monotonic()
@@ -77,7 +76,6 @@ class SocketTransport(PutTransport):
             self._waker.send(b"\0")
 
     def put(self, peer: int, frame: PutFrame, payload: memoryview | None) -> None:
-        """Queue a frame, if the peer is connected."""
         connection = self._connections.get(peer)
         if connection is not None and connection.has_greeted:
             self._queue(connection, frame, payload)
@@ -125,7 +123,7 @@ class SocketTransport(PutTransport):
                 opened.bind((self.address[0], 0))
             with contextlib.suppress(OSError):  # in progress; other errors come when it is written to
                 opened.connect((host, port))
-            self._add(_PeerConnection(opened, peer, is_ours=True))
+            self._add(_PeerConnection(opened, peer))
 
     def _add(self, connection: _PeerConnection) -> None:
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,7 +137,7 @@ class SocketTransport(PutTransport):
         with contextlib.suppress(OSError):
             accepted, _ = self._listener.accept()
             accepted.setblocking(False)
-            connection = _PeerConnection(accepted, None, is_ours=False)
+            connection = _PeerConnection(accepted, None)
             connection.is_open = True
             self._add(connection)
             if len(self._strangers) > MAX_STRANGERS:
@@ -246,7 +244,6 @@ class SocketTransport(PutTransport):
         self._receiver.connected(frame.source, frame.received)
 
     def drop(self, peer: int, why: str) -> None:
-        """Break the connection to a peer."""
         if peer in self._connections:
             self._close(self._connections[peer], why)
 
@@ -273,11 +270,9 @@ class SocketTransport(PutTransport):
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether frames are queued."""
         return any(connection.outgoing for connection in self._connections.values())
 
     def close(self) -> None:
-        """Close all connections and the listener."""
         for connection in [*self._connections.values(), *self._strangers]:
             connection.socket.close()
         self._connections, self._strangers = {}, set()

@@ -122,7 +122,6 @@ class HostTransport(PutTransport):
         self._regions[region.number] = region
 
     def unregister(self, number: int) -> None:
-        """Forget a region."""
         self._regions.pop(number, None)
 
     def put(self, peer: int, frame: PutFrame, payload: memoryview | None) -> None:
@@ -143,7 +142,6 @@ class HostTransport(PutTransport):
         return False
 
     def close(self) -> None:
-        """Forget the regions."""
         self._regions.clear()
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects the way of a call of context attention: the fastest measured, else one predicted from the machine's speeds.
 
-Measured times are those of `tune_attention`, and of first calls with STRETTO_CONFIRM=1; all ranks take rank 0's.
+Measured times are those of `tune_attention`, and of first calls (`stretto.ops.confirmation`); all ranks take rank 0's.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.ops import confirmation
-from stretto.ops.choices import can_time_calls, find_way, group_speeds
+from stretto.ops.choices import find_way, group_speeds
 from stretto.ops.operator import exchange_text, find_group, find_known, require_agreement
 from stretto.ops.prediction import FITTED, Speeds
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
@@ -30,6 +30,9 @@ _BACKWARD = 2.5  # products of a backward pass for each one forward
 
 Times = dict[tuple[str, int], dict[str, float]]
 """Seconds by (the call's kind, positions of a rank) and way."""
+
+Run = Callable[[str], object]
+"""Computes a call a way."""
 
 
 class AttentionProblem(NamedTuple):
@@ -61,6 +64,16 @@ class AttentionProblem(NamedTuple):
         """The number of ranks that exchange heads."""
         return math.gcd(self.heads, self.kv_heads, self.ranks)
 
+    @property
+    def name(self) -> str:
+        """The kind and the length."""
+        return f"{self.kind} length={self.length}"
+
+    def count_bytes(self) -> int:
+        """The bytes that its ways allocate at most: all keys and values, its own rows, gradients, and sums in fp32."""
+        rows = self.batch * self.length * (self.size + self.value_size)
+        return 4 * rows * (self.heads + self.kv_heads * self.ranks) * max(self.dtype.itemsize, 2)
+
     def list_ways(self) -> list[str]:
         """The ways that a call may take, the default first."""
         whole = self.batch * self.kv_heads * self.length * self.ranks * (self.size + self.value_size)
@@ -69,26 +82,37 @@ class AttentionProblem(NamedTuple):
 
 
 def choose_way(
-    call: AttentionProblem, group: str, device: torch.device, run: Callable[[str], object] | None = None
+    call: AttentionProblem,
+    group: str,
+    device: torch.device,
+    prepare: Callable[[], Run] | None = None,
+    *,
+    can_time: bool = True,
 ) -> str:
     """The way of a call: that of an equal earlier one, a checkpoint's, the fastest measured, or the predicted one.
 
-    run: computes the call a way, to time it. Collective at a group's first call, and with `run` at the first of a kind.
+    prepare: makes what computes the call a way, to time it, if can_time on all ranks; all give one, or none does.
+    Collective at a group's first call, and with `prepare` at the first of a kind.
     """
     ways = call.list_ways()
     if call.ranks == 1 or (device.type == "cpu" and not find_times(group, device)):
         return ways[0]
-    name = f"{call.kind} length={call.length}"
-    return find_way(name, ways, partial(_choose, call, ways, group, device, run), group, device)
+    choose = partial(_choose, call, ways, group, device, prepare, can_time)
+    return find_way(call.name, ways, choose, group, device)
 
 
 def _choose(
-    call: AttentionProblem, ways: list[str], group: str, device: torch.device, run: Callable[[str], object] | None
+    call: AttentionProblem,
+    ways: list[str],
+    group: str,
+    device: torch.device,
+    prepare: Callable[[], Run] | None,
+    can_time: bool,
 ) -> str:
     times = find_times(group, device)
     measured = _find_nearest(call, ways, times)
-    if measured is None and run is not None:
-        _confirm(call, ways, group, device, run, times)
+    if measured is None and prepare is not None:
+        _confirm(call, ways, group, device, prepare, can_time, times)
         measured = _find_nearest(call, ways, times)
     speeds = group_speeds(group, device)
     if measured is None and speeds is not None:
@@ -106,12 +130,18 @@ def _confirm(
     ways: list[str],
     group: str,
     device: torch.device,
-    run: Callable[[str], object],
+    prepare: Callable[[], Run],
+    can_time: bool,
     times: Times,
 ) -> None:
     """Time the call in all ways, if all ranks can, and keep the times. Collective."""
-    if not require_agreement(call.kind, False, group, device, can_measure=can_time_calls(device)).is_measured:
+
+    def can_measure() -> bool:
+        return can_time and confirmation.can_time_calls(device, call.count_bytes())
+
+    if not require_agreement(call.name, False, group, device, can_measure=can_measure).is_measured:
         return
+    run = prepare()
     seconds = confirmation.measure_choices([partial(run, way) for way in ways], group, device)
     if seconds is None:
         logger.warning("%s is not confirmed: some rank could not time it, and runs as predicted", call.kind)
@@ -142,8 +172,7 @@ def find_times(group: str, device: torch.device) -> Times:
         rows = json.loads(exchange_text(json.dumps([[*key, times] for key, times in read.items()]), group, device)[0])
         return {(kind, length): times for kind, length, times in rows}
 
-    found: Times = find_known(group, device, "attention's times", agree)
-    return found
+    return find_known(group, device, "attention's times", agree)
 
 
 def _find_nearest(call: AttentionProblem, ways: list[str], times: Times) -> dict[str, float] | None:

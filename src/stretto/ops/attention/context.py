@@ -6,23 +6,24 @@ attends to its own keys while others' arrive, then to those, and merges both by 
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd, isfinite
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
 from stretto.ops.attention.joint import OPERATOR
 from stretto.ops.attention.operators import ALONE, Settings, attend_by_heads, attend_to_context
 from stretto.ops.attention.plan import Layout, require_layout
-from stretto.ops.choices import can_time_calls
 from stretto.ops.joint.registry import is_runnable, name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
-from stretto.ops.operator import find_group, find_name
+from stretto.ops.operator import find_group, find_name, is_traced
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -131,15 +132,7 @@ def context_attention(
         mask = {"causal": causal, "window": window, "layout": layout}
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
     degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
-    settings = Settings(
-        name,
-        degree,
-        causal,
-        scale,
-        layout,
-        window,
-        "all_gather" if chosen == "ulysses" else chosen,
-    )
+    settings = Settings(name, degree, causal, scale, layout, window, "all_gather" if chosen == "ulysses" else chosen)
     if degree > 1 and sinks is not None:
         sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart
@@ -186,8 +179,7 @@ def find_starts(places: Tensor) -> Tensor:
 
 @torch.compiler.assume_constant_result
 def _name_schedule(schedule: str | Schedule, group: str) -> str:
-    found: str = name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
-    return found
+    return name_schedule(OPERATOR, schedule, "kernel", find_group(group).size())
 
 
 @torch.compiler.assume_constant_result
@@ -219,16 +211,23 @@ def describe_call(
 def prepare_run(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None, *, trains: bool, **options: Any
 ) -> Callable[[str], None]:
-    """A function that computes a call a way, with gradients if it `trains`, of tensors that share memory with these."""
+    """A function that computes a call a way, with gradients if it `trains`, of tensors that share memory with these.
+
+    It saves tensors past the caller's hooks, as those of recomputation, which count them.
+    """
     leaves = [each.detach().requires_grad_(trains) for each in (q, k, v)]
 
     def run(way: str) -> None:
-        with torch.set_grad_enabled(trains):
+        with torch.set_grad_enabled(trains), saved_tensors_hooks(_keep, _keep):
             out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)
             if trains:
                 torch.autograd.grad(out, leaves, out.detach())
 
     return run
+
+
+def _keep(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _choose(
@@ -239,8 +238,9 @@ def _choose(
         return call.list_ways()[0]
     if torch.compiler.is_compiling():
         return _choose_in_graph(find_name(group), q.device, *call)
-    run = prepare_run(q, k, v, group, trains=call.trains, **options) if can_time_calls(q.device) else None
-    return choose_way(call, find_name(group), q.device, run)
+    prepare = partial(prepare_run, q, k, v, group, trains=call.trains, **options)
+    # A dispatch mode would record what is timed: selective recomputation would take it for the call's own.
+    return choose_way(call, find_name(group), q.device, prepare, can_time=not is_traced(q, k, v))
 
 
 @torch.compiler.assume_constant_result
@@ -296,7 +296,6 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
 
 
 def _require_row_starts(documents: Tensor, rows: int, length: int) -> None:
-    """ValueError unless each row begins a document."""
     begun = set(documents.tolist())
     if missing := [row * length for row in range(rows) if row * length not in begun]:
         raise ValueError(

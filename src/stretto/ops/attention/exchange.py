@@ -214,8 +214,7 @@ class HeadExchange(NamedTuple):
         first = members.rank() // degree * degree
         counts = [len(rows) // degree * (first <= peer < first + degree) for peer in range(members.size())]
         functional = torch.ops._c10d_functional
-        found: Tensor = self.wrap("all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, self.group))
-        return found
+        return self.wrap("all_to_all", lambda: functional.all_to_all_single(rows, counts, counts, self.group))
 
 
 def _split_numbers(rows: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:

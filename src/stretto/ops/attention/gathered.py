@@ -23,12 +23,7 @@ from stretto.ops.operator import find_name, require_agreement
 
 @torch.compiler.disable
 def gather_rows(
-    x: Tensor,
-    group: dist.ProcessGroup | None,
-    mask: Mask,
-    *,
-    layout: str,
-    wrap_collective: CollectiveWrapper = call,
+    x: Tensor, group: dist.ProcessGroup | None, mask: Mask, *, layout: str, wrap_collective: CollectiveWrapper = call
 ) -> Tensor:
     """Rows of x [b, h, s / ranks, d], then those of other ranks that this rank's positions see: [b, h, rows, d].
 
@@ -41,8 +36,7 @@ def gather_rows(
     if not plan.steps:
         return x
     peers = Peers(name, 1, wrap_collective, can_copy(name, x.device), 1, plan.steps[0].room)
-    gathered: Tensor = _GatherRows.apply(x, plan, peers)
-    return gathered
+    return _GatherRows.apply(x, plan, peers)
 
 
 @torch.compiler.disable
@@ -64,10 +58,9 @@ def attend_to_gathered(
     blocks = [*plan.own]
     for block in (block for step in plan.steps for block in step.blocks):
         blocks.append(block._replace(keys=Range(block.keys.start + length, block.keys.stop + length)))
-    out: Tensor = _AttendToGathered.apply(
+    return _AttendToGathered.apply(
         q, k, v, blocks, q.shape[-1] ** -0.5 if scale is None else scale, mask.documents is not None
     )
-    return out
 
 
 def _find_plan(length: int, group: dist.ProcessGroup | None, mask: Mask, layout: str) -> Plan:

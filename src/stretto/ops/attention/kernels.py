@@ -151,11 +151,10 @@ class _Cudnn(_Kernel):
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         seed = q.new_empty((), dtype=torch.int64)  # of dropout, and unused without it
-        found: tuple[Tensor, Tensor, Tensor] = _aten._scaled_dot_product_cudnn_attention_backward(
+        return _aten._scaled_dot_product_cudnn_attention_backward(
             grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0,
             blocks[0].is_causal, scale=scale,
         )  # fmt: skip
-        return found
 
 
 class _Flash(_Kernel):
@@ -196,11 +195,10 @@ class _Flash(_Kernel):
 
         def run(*operands: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             lengths = _Flash._lengths(q.device, blocks)
-            found: tuple[Tensor, Tensor, Tensor] = _aten._flash_attention_backward(
+            return _aten._flash_attention_backward(
                 *operands, *lengths, 0.0, blocks[0].is_causal, state, state[0], scale=scale,
                 window_size_left=blocks[0].left,
             )  # fmt: skip
-            return found
 
         wholes = [each.transpose(1, 2) for each in (grad, q, k, v, out)]
         if len(blocks) == 1:
@@ -242,8 +240,7 @@ class _Cpu(_Kernel):
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         run = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found: tuple[Tensor, Tensor, Tensor] = run(grad, q, k, v, out, lse, 0.0, blocks[0].is_causal, scale=scale)
-        return found
+        return run(grad, q, k, v, out, lse, 0.0, blocks[0].is_causal, scale=scale)
 
 
 class _Plain(_Kernel):

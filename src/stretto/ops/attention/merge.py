@@ -174,7 +174,6 @@ def _find_sums(part, batch, head, row):  # type: ignore[no-untyped-def]
 
 
 def merge_on_gpu(one: _Result, other: _Result | None, sinks: Tensor | None, result: _Result) -> _Result:
-    """`_merge` by `merge_rows`."""
     batch, heads, rows, size = result[0].shape
     block = triton.next_power_of_2(size)
     tile = max(1, _TILE // block)
@@ -223,7 +222,6 @@ def add_rows(  # type: ignore[no-untyped-def]
 
 
 def add_on_gpu(parts: Sequence[Tensor], target: Tensor) -> None:
-    """`_add` by `add_rows`."""
     batch, heads, rows, size = target.shape
     block = triton.next_power_of_2(size)
     tile = max(1, _TILE // block)

@@ -54,10 +54,8 @@ def attend_to_context(
     """This rank's part of the attention: q [b, heads, l, d] -> [b, heads, l, e]."""
     if is_traced(q, k, v, sinks, in_modes=False):
         require_no_tangents(q, k, v, sinks)
-        found: Tensor = torch.ops.stretto.context_attention(q, k, v, sinks, documents, *settings)[0]
-        return found
-    out: Tensor = _ContextAttention.apply(q, k, v, sinks, documents, settings, wrap)
-    return out
+        return torch.ops.stretto.context_attention(q, k, v, sinks, documents, *settings)[0]
+    return _ContextAttention.apply(q, k, v, sinks, documents, settings, wrap)
 
 
 def attend_by_heads(
@@ -73,8 +71,7 @@ def attend_by_heads(
         place = documents if settings.layout == "balanced" else None, settings.group, degree, settings.layout
         q, k, v = (torch.ops.stretto.exchange_heads(each, *place, True) for each in (q, k, v))
         out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
-        found: Tensor = torch.ops.stretto.exchange_heads(out, *place, False)
-        return found
+        return torch.ops.stretto.exchange_heads(out, *place, False)
     heads, kv_heads = q.shape[1] // degree, k.shape[1] // degree
     pieces = 2 if heads % 2 == 0 and (kv_heads == 1 or kv_heads % 2 == 0) else 1
     exchange = _find_exchange(documents, q.shape[2], settings.group, degree, settings.layout, wrap)

@@ -328,7 +328,6 @@ def _make_step(blocks: dict[tuple[int, int], list[Block]], rank: int, ranks: int
 
 
 def count_rows(part: Range) -> int:
-    """The number of rows."""
     return part.stop - part.start
 
 

@@ -34,7 +34,7 @@ from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_wo
 from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
-from stretto.ops.small_m import PacketExchange, count_bytes, send_tile
+from stretto.ops.small_m import PacketExchange, choose_streaming, count_bytes, send_tile
 from stretto.tiles.launches import Launches, count_shared_bytes
 
 _MIN_DEPTH = 16  # of a step over k
@@ -154,6 +154,12 @@ def multiply_leaves(
     """[m, n] of dtype: this rank's product, + bias."""
     x, weight = pad_leaves(x, weight, leaves)
     return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False))
+
+
+def multiply_streaming(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[m, n] of x's dtype: the product of what `is_for_streaming` takes, whose bits depend on the number of rows."""
+    blocks = choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
+    return multiply_leaves(x, weight, bias, 1, x.dtype, None if blocks is None else Tile(blocks))
 
 
 def multiply_in_parts(x: Tensor, weight: Tensor, leaves: int, tile: Tile | None = None) -> Tensor:

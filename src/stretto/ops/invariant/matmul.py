@@ -129,18 +129,11 @@ def reduce_by_tree(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, gro
 
 
 def round_sum(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The fp32 sum, + bias, rounded to dtype."""
     return (total if bias is None else total + bias.float()).to(dtype)
 
 
 def _run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    form: str,
-    grad_convention: str,
-    implementation: str,
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: str, grad_convention: str, implementation: str
 ) -> Tensor:
     leaves = _require(x, weight, bias, group, form)
     if not group:

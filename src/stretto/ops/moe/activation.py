@@ -67,7 +67,6 @@ def is_silu(function: Callable[[Tensor], Tensor]) -> bool:
 
 
 def suits_kernel(x: Tensor) -> bool:
-    """True if the kernel takes x."""
     return x.is_cuda and x.dim() == 2 and x.dtype in DTYPES
 
 
@@ -175,7 +174,6 @@ def differentiate_weighed(rows: Tensor, grad: Tensor, factors: Tensor) -> Weighe
 
 
 def differentiate_weighed_by_kernel(rows: Tensor, grad: Tensor, factors: Tensor) -> WeighedGradients:
-    """`differentiate_weighed` of tensors that the kernel takes."""
     rows, grad, (n, columns) = rows.contiguous(), grad.contiguous(), grad.shape
     of_rows, weighed, products = torch.empty_like(rows), torch.empty_like(grad), torch.empty_like(factors)
     halves, of_halves = ((one, None) if one.shape == grad.shape else one.chunk(2, 1) for one in (rows, of_rows))

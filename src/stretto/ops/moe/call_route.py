@@ -150,10 +150,7 @@ def _join(
         holders = [[ranks.index(row[owner]) for row in rows] for owner in range(group.size())]
         return joint, ExpertParts(torch.tensor(owners, device=device), torch.tensor(holders, device=device))
 
-    found: tuple[dist.ProcessGroup, ExpertParts] = find_known(
-        find_name(group), device, ("moe parts", find_name(gather_group)), make
-    )
-    return found
+    return find_known(find_name(group), device, ("moe parts", find_name(gather_group)), make)
 
 
 def find_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -203,5 +200,4 @@ def _runs_kernels(
         return True
     if group is None or obstacle:
         return False
-    by_nvlink: bool = find_known(find_name(group), device, "nvlink", lambda: has_nvlink(group, device))
-    return by_nvlink
+    return find_known(find_name(group), device, "nvlink", lambda: has_nvlink(group, device))

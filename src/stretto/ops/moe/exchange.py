@@ -165,7 +165,6 @@ def combine(
 def require_combined(
     operator: str, rows: Tensor, handle: DispatchHandle, topk_weights: Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """ValueError unless rows, weights and group are those of the dispatch."""
     require_weighted(operator, rows, topk_weights, handle.shape)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(f"{operator}: dispatch returned {handle.num_rows} rows with this handle, not {rows.shape[0]}")
@@ -200,7 +199,6 @@ def _dispatch_to_ranks(
 def find_handle(
     operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, route_call: RouteCall, reduce: Reduce
 ) -> tuple[DispatchHandle, Route]:
-    """The handle of a dispatch of several ranks, and its route."""
     # With "choice" the backward pass needs weights at the experts, and sends them.
     given = topk_weights if topk_weights is not None and reduce == "rank" and can_send(topk_weights) else None
     route = route_call.find(operator, x, topk_ids, given, reduce)

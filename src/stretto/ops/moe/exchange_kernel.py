@@ -186,5 +186,4 @@ def _load_numbers(channel, table, rank, WHICH: tl.constexpr, TRANSPOSED: tl.cons
 
 @triton.jit
 def _part_rows(count, parts: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of each part of `count`."""
     return tl.cdiv(tl.cdiv(count, parts), ROWS) * ROWS

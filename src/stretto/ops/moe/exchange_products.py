@@ -26,12 +26,7 @@ from stretto.ops.moe.exchange import (
     find_handle,
     require_combined,
 )
-from stretto.ops.moe.grouped.matmul import (
-    grouped_matmul,
-    grouped_weight_gradient,
-    multiply_arriving,
-    require_operands,
-)
+from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradient, multiply_arriving, require_operands
 from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places
 from stretto.ops.moe.routes import CollectiveWrapper, call
@@ -115,8 +110,7 @@ def _combine(
     route = handle.route
     assert route is not None
     places = Places(route.index, route, wrap_collective)
-    out: Tensor = _ProductCombine.apply(rows, weight, topk_weights, places, handle.knows(topk_weights))
-    return out
+    return _ProductCombine.apply(rows, weight, topk_weights, places, handle.knows(topk_weights))
 
 
 class _DispatchProduct(torch.autograd.Function):

@@ -23,12 +23,7 @@ from stretto.ops.moe.activation import (
 )
 from stretto.ops.moe.grouped import kernels
 from stretto.ops.moe.grouped.config import choose_config, require_implementation
-from stretto.ops.moe.grouped.matmul import (
-    compute_product,
-    compute_weight_gradient,
-    grouped_matmul,
-    require_operands,
-)
+from stretto.ops.moe.grouped.matmul import compute_product, compute_weight_gradient, grouped_matmul, require_operands
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import (
     permute,
@@ -295,10 +290,7 @@ def _fake_gate_gradient(inner: Tensor, factors: Tensor) -> tuple[Tensor, Tensor,
 
 
 _gate_tokens = define_operator(
-    "experts_gate",
-    _run_gate,
-    fake=_fake_gate,
-    count_flops=lambda gate_up, tokens: 2 * tokens[0] * prod(gate_up[1:]),
+    "experts_gate", _run_gate, fake=_fake_gate, count_flops=lambda gate_up, tokens: 2 * tokens[0] * prod(gate_up[1:])
 )
 _differentiate_tokens = define_operator(
     "experts_gate_gradient",

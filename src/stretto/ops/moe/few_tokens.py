@@ -234,7 +234,6 @@ def _combine(rows: Tensor, handle: FewHandle, group: dist.ProcessGroup) -> Tenso
 
 
 def _round(x: Tensor, payload: torch.dtype | None) -> Tensor:
-    """x as it arrives."""
     if payload is None:
         return x
     quantized, scale = quantize_rows(x)

@@ -115,13 +115,11 @@ def find_fixed_route(
 
 
 def _gather(tokens: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:
-    gathered: Tensor = wrap_collective("all_gather", lambda: gather_rows(tokens, group))
-    return gathered
+    return wrap_collective("all_gather", lambda: gather_rows(tokens, group))
 
 
 def _scatter(sums: Tensor, group: dist.ProcessGroup, wrap_collective: CollectiveWrapper) -> Tensor:
-    own: Tensor = wrap_collective("reduce_scatter", lambda: scatter_sum(sums, group))
-    return own
+    return wrap_collective("reduce_scatter", lambda: scatter_sum(sums, group))
 
 
 class _Record:
@@ -198,5 +196,4 @@ def find_record(group: dist.ProcessGroup, device: torch.device, ranks: dist.Proc
         require_no_capture(device)
         return _Record(of_ranks, device)
 
-    record: _Record = find_known(find_name(group), device, (_KEY, of_ranks), make)
-    return record
+    return find_known(find_name(group), device, (_KEY, of_ranks), make)

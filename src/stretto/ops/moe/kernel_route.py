@@ -77,8 +77,7 @@ class KernelRoute(Route):
             # A wrapper may keep what it is given.
             return received if lends and wrap_collective is call else self._copy_out(received)
 
-        sent: Tensor = wrap_collective("all_to_all", push)
-        return sent
+        return wrap_collective("all_to_all", push)
 
     def start(self, tokens: Tensor) -> Arrivals:
         """Begin to send a row of each pair, for products that use places while others arrive."""
@@ -132,8 +131,7 @@ class KernelRoute(Route):
         def push() -> Tensor:
             return self._finish(None, self._push_sums(make(), weights).rows)
 
-        summed: Tensor = wrap_collective("all_to_all", push)
-        return summed
+        return wrap_collective("all_to_all", push)
 
     def _push_sums(
         self, rows: Tensor, weights: Tensor | None, *, waits: bool = True, programs: int | None = None
@@ -158,12 +156,9 @@ class KernelRoute(Route):
             pairs = self.table, self.pairs_back
             return self._finish(None, _push(self.group, make(), None, *pairs, back_by=0, way=self._way(0)).rows)
 
-        summed: Tensor = wrap_collective("all_to_all", push)
-        return summed
+        return wrap_collective("all_to_all", push)
 
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Return a row of each choice: see `Route`."""
-
         def push() -> Tensor:
             order = self.index.order_rows()  # rows behind the last copy go nowhere
             staged = _push(self.group, make(), order, self.table, self.choices_back, back_by=1, way=self._way(1)).rows
@@ -172,8 +167,7 @@ class KernelRoute(Route):
                 return sum_copies(staged, self.pairs.order_parts(parts))
             return spread_tokens(staged[: self.pairs.ids.numel()])
 
-        returned: Tensor = wrap_collective("all_to_all", push)
-        return returned
+        return wrap_collective("all_to_all", push)
 
     @property
     def choices(self) -> Tensor:

@@ -81,8 +81,7 @@ def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
     require_weighted("unpermute", rows, topk_weights, positions.shape)
     if rows.shape[0] < positions.numel():
         raise ValueError(f"unpermute: {positions.numel()} positions need as many rows or more, not {rows.shape[0]}")
-    result: Tensor = _Unpermute.apply(rows, positions, topk_weights)
-    return result
+    return _Unpermute.apply(rows, positions, topk_weights)
 
 
 def sort_by_expert(topk_ids: Tensor, num_experts: int) -> CopyOrder:
@@ -93,8 +92,7 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int) -> CopyOrder:
 
 def copy_tokens(x: Tensor, order: CopyOrder) -> Tensor:
     """The copies of x's tokens in this order, with a gradient."""
-    result: Tensor = _Permute.apply(x, order.positions)
-    return result
+    return _Permute.apply(x, order.positions)
 
 
 def sum_copies(

@@ -120,8 +120,7 @@ def replicate(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGr
     gradient is sent home by another, and added in the order of ranks after the home's own, in fp32 for 16-bit dtypes,
     and rounded once. ValueError for another number of experts or ranks than the placement's.
     """
-    result: Tensor = _Replicate.apply(weight, placement, group)
-    return result
+    return _Replicate.apply(weight, placement, group)
 
 
 def hold_replicas(
@@ -212,10 +211,8 @@ def _take(rows: Tensor, numbers: list[int]) -> Tensor:
 
 def _exchange(rows: Tensor, sends: list[int], receives: list[int], group: str) -> Tensor:
     """Begin an all-to-all of whole experts: so many to each rank, and from each."""
-    found: Tensor = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receives, sends, group)
-    return found
+    return torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receives, sends, group)
 
 
 def _wait(sent: Tensor) -> Tensor:
-    found: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
-    return found
+    return torch.ops._c10d_functional.wait_tensor(sent)

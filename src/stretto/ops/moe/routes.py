@@ -128,16 +128,14 @@ class RowExchange:
         def exchange() -> Tensor:
             if self.group is None:
                 return self._exchange(make(), None, None, self.longest, padding)
-            received: Tensor = wrap_collective(
+            return wrap_collective(
                 "all_to_all", lambda: self._exchange(make(), self.sends, self.receives, self.longest, padding)
             )
-            return received
 
         gather_group = self.gather_group
         if gather_group is None:
             return exchange()
-        gathered: Tensor = wrap_collective("all_gather", lambda: gather_rows(exchange(), gather_group))
-        return gathered
+        return wrap_collective("all_gather", lambda: gather_rows(exchange(), gather_group))
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Take rows that `make` returns for those of `send`, back: [sum(sends), .], summed over gather_group."""
@@ -151,10 +149,9 @@ class RowExchange:
 
         if self.group is None:
             return scatter()
-        returned: Tensor = wrap_collective(
+        return wrap_collective(
             "all_to_all", lambda: self._exchange(scatter(), self.receives, self.sends, sum(self.sends), None)
         )
-        return returned
 
     def _exchange(
         self, rows: Tensor, sends: list[int] | None, receives: list[int] | None, length: int, padding: int | None
@@ -196,7 +193,6 @@ class ExactRoute(Route):
         return sum_copies(returned, self.pairs.numbers, is_valid=self.pairs.is_pair)
 
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
-        """Return a row of each choice: see `Route`."""
         index, longest = self.index, self.of_choices.longest
 
         def sort() -> Tensor:

@@ -24,12 +24,7 @@ from stretto.ops.config import LIBRARY, GemmProblem, KernelConfig, decode
 from stretto.ops.gemm import TMA_BYTES
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
 from stretto.ops.moe.grouped.config import GroupedConfig, choose_config, require_implementation
-from stretto.ops.moe.grouped.matmul import (
-    compute_product,
-    grouped_weight_gradient,
-    require_operands,
-    take_rows,
-)
+from stretto.ops.moe.grouped.matmul import compute_product, grouped_weight_gradient, require_operands, take_rows
 from stretto.ops.moe.permutation import (
     require_tokens,
     require_weighted,
@@ -70,12 +65,7 @@ class GatheredRows:
 
 
 def all_gather_moe(
-    x: Tensor,
-    weight: Tensor,
-    topk_ids: Tensor,
-    group: dist.ProcessGroup | None = None,
-    *,
-    implementation: str = "auto",
+    x: Tensor, weight: Tensor, topk_ids: Tensor, group: dist.ProcessGroup | None = None, *, implementation: str = "auto"
 ) -> GatheredRows:
     """Gather all ranks' tokens, and multiply each by its experts: x [t, h], weight [e, f, h], topk_ids [t, k].
 

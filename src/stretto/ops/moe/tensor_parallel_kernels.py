@@ -72,7 +72,6 @@ class _CopiedTokens(Arrivals):
         self._copy()
 
     def copy_to(self, memory: Tensor) -> None:
-        """Have the tokens copied to memory, unless copy engines do it."""
         if memory is not self.kept:
             super().copy_to(memory)
 

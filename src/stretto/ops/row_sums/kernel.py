@@ -14,9 +14,19 @@ from stretto.memory.gpus import limit_waiting
 from stretto.ops.choices import find_group_obstacle
 from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import OperatorWorkspace, find_group
-from stretto.ops.row_sums.norm import MAX_COLUMNS, Norm, NormRows, add_to_residual, describe_norm, normalize_tile
+from stretto.ops.row_sums.norm import (
+    MAX_COLUMNS,
+    Norm,
+    NormForm,
+    NormRows,
+    add_to_residual,
+    describe_norm,
+    load_factor,
+    normalize_tile,
+)
 from stretto.ops.small_m import THREADS_OF_A_WARP
 from stretto.tiles import kind_of
+from stretto.tiles.call_state import load_groups_limit
 
 MAX_PACKET_BYTES = 4 << 20
 """That a rank sends to the others, at most, where every rank adds up all rows: about 10 us of NVLink."""
@@ -50,6 +60,37 @@ class PacketRows(NamedTuple):
 
 
 @triton.jit
+def sum_row(channel, packets, form, slot, tensors, row, rows, columns):  # type: ignore[no-untyped-def]
+    """Wait for all ranks' packets of a row of [rows, columns], and store their sum, with residual and norm if any."""
+    dtype: tl.constexpr = tensors.added.dtype.element_ty
+    each: tl.constexpr = 32 // packets.wire.primitive_bitwidth
+    pairs = tl.cdiv(columns, each)
+    index = tl.arange(0, packets.block)
+    column = tl.arange(0, packets.block * each)[None, :]
+    there = column < columns
+    place = tl.cast(row, tl.int64) * columns + column
+    if tensors.residual is not None:  # before it waits: they may have to come from memory
+        value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
+        factor = load_factor(form, tensors.weight, column, columns)
+    low, high, _ = tiles.sum_packets(
+        channel, slot, rows * pairs, row * pairs + index, index < pairs, row, packets.wire, by_tree=packets.by_tree
+    )
+    sums = low
+    if each == 2:
+        sums = tl.interleave(low, high)
+    sums = tl.expand_dims(sums, 0)
+    if tensors.residual is None:
+        if tensors.bias is not None:
+            sums += tl.load(tensors.bias + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(tensors.added + place, sums.to(dtype), mask=there)
+    else:
+        value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
+        tl.store(tensors.added + place, value.to(dtype), mask=there)
+        result = normalize_tile(form, value, there, factor, tensors.norm_bias, column, columns)
+        tl.store(tensors.normed + place, result.to(dtype), mask=there)
+
+
+@triton.jit
 def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns):  # type: ignore[no-untyped-def]
     """added = residual + (the sum of all ranks' x, + bias), [rows, columns]; normed = its norm.
 
@@ -62,7 +103,6 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
     Failure: packets are sent only while no wait of this process has failed.
     Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
     """
-    dtype: tl.constexpr = tensors.added.dtype.element_ty
     each: tl.constexpr = 32 // packets.wire.primitive_bitwidth
     pairs = tl.cdiv(columns, each)
     size = rows * pairs
@@ -89,28 +129,10 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
                     publishes=publishes
                 )  # fmt: skip
             row = tiles.claim(channel)
-    column = tl.arange(0, packets.block * each)[None, :]
+    limit = load_groups_limit(channel)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        low, high, _ = tiles.sum_packets(
-            channel, slot, size, row * pairs + index, index < pairs, row, packets.wire, by_tree=packets.by_tree
-        )
-        sums = low
-        if each == 2:
-            sums = tl.interleave(low, high)
-        sums = tl.expand_dims(sums, 0)
-        place = tl.cast(row, tl.int64) * columns + column
-        there = column < columns
-        if tensors.residual is None:
-            if tensors.bias is not None:
-                sums += tl.load(tensors.bias + column, mask=there, other=0.0).to(tl.float32)
-            tl.store(tensors.added + place, sums.to(dtype), mask=there)
-        else:
-            value = tl.load(tensors.residual + place, mask=there, other=0.0).to(tl.float32)
-            value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
-            tl.store(tensors.added + place, value.to(dtype), mask=there)
-            result = normalize_tile(form, value, there, tensors.weight, tensors.norm_bias, column, columns)
-            tl.store(tensors.normed + place, result.to(dtype), mask=there)
-    tiles.end_unsignalled_call(channel)
+        sum_row(channel, packets, form, slot, tensors, row, rows, columns)
+    tiles.end_unsignalled_call(channel, limit=limit)
 
 
 def launch_sums(
@@ -127,29 +149,43 @@ def launch_sums(
 
     x: this rank's summands, if they have not been sent.
     """
-    bias, residual, weight, norm_bias, added = operands
-    rows, columns = added.shape
-    normed = added if residual is None else torch.empty_like(added)
-    each = 4 // wire.itemsize
-    pairs = divide_up(columns, each)
-    num_warps = min(16, max(4, triton.next_power_of_2(pairs) // 256))
-    block = max(triton.next_power_of_2(pairs), THREADS_OF_A_WARP * num_warps)
-    programs = limit_waiting(rows, added.device)
+    rows, columns = operands.added.shape
+    num_warps = min(16, max(4, triton.next_power_of_2(divide_up(columns * wire.itemsize, 4)) // 256))
+    slot_words = workspace.words(1, torch.int32)
+    (packets, form, tensors), key = describe_sums(operands, wire, slot_words, num_warps, x, by_tree=by_tree, norm=norm)
     staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
-    in_fours = columns * wire.itemsize % 16 == 0
-    by_words = in_fours and x is not None and x.dtype == wire and x.data_ptr() % 16 == 0
-    constants = map(fixed, (_WIRES[wire], by_tree, in_fours, by_words, block))
-    packets = PacketRows(workspace.words(1, torch.int32), *constants)
-    tensors = NormRows(bias, residual, weight, norm_bias, normed, added)
     workspace.channel.launch(
         sum_and_normalize,
-        (added.shape, wire, by_tree, norm, num_warps, kind_of(x), *map(kind_of, tensors)),
-        programs,
-        (channel, packets, describe_norm(norm, 1, block * each), staging, x, tensors, rows, columns),
+        key,
+        limit_waiting(rows, operands.added.device),
+        (channel, packets, form, staging, x, tensors, rows, columns),
         num_warps=num_warps,
         enable_fp_fusion=not norm.is_exact,
     )
-    return normed, added
+    return tensors.normed, tensors.added
+
+
+def describe_sums(
+    operands: SumOperands,
+    wire: torch.dtype,
+    slot_words: int,
+    num_warps: int,
+    x: Tensor | None = None,
+    *,
+    by_tree: bool = False,
+    norm: Norm = NO_NORM,
+) -> tuple[tuple[PacketRows, NormForm, NormRows], tuple[object, ...]]:
+    """Sums of packets as kernels take them, with norm and results; and what a kernel is compiled for."""
+    bias, residual, weight, norm_bias, added = operands
+    columns, each = added.shape[1], 4 // wire.itemsize
+    normed = added if residual is None else torch.empty_like(added)
+    block = max(triton.next_power_of_2(divide_up(columns, each)), THREADS_OF_A_WARP * num_warps)
+    in_fours = columns * wire.itemsize % 16 == 0
+    by_words = in_fours and x is not None and x.dtype == wire and x.data_ptr() % 16 == 0
+    packets = PacketRows(slot_words, *map(fixed, (_WIRES[wire], by_tree, in_fours, by_words, block)))
+    tensors = NormRows(bias, residual, weight, norm_bias, normed, added)
+    key = added.shape, wire, by_tree, norm, num_warps, kind_of(x), *map(kind_of, tensors)
+    return (packets, describe_norm(norm, 1, block * each), tensors), key
 
 
 def find_packets_obstacle(

@@ -70,13 +70,7 @@ class NormOperands(NamedTuple):
 
 
 def invariant_norm(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    eps: float,
-    norm: str = "rms",
-    bias: Tensor | None = None,
-    offset: float = 0.0,
+    x: Tensor, weight: Tensor, *, eps: float, norm: str = "rms", bias: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
     """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
 
@@ -246,9 +240,14 @@ def sum_exactly(value, there, SQUARED: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
-def normalize_tile(form, value, there, weight, norm_bias, column, columns):  # type: ignore[no-untyped-def]
-    """The norm of a tile of whole rows: fp32. value: fp32 [rows, block], 0 outside; column: [1, block]."""
-    factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + form.offset
+def load_factor(form, weight, column, columns):  # type: ignore[no-untyped-def]
+    """What a norm multiplies each column by: fp32 [1, block]."""
+    return tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + form.offset
+
+
+@triton.jit
+def normalize_tile(form, value, there, factor, norm_bias, column, columns):  # type: ignore[no-untyped-def]
+    """The norm of a tile of whole rows: fp32. value: fp32 [rows, block], 0 outside; factor, column: [1, block]."""
     count = columns.to(tl.float32)
     if form.kind == "layer":
         if form.is_exact:
@@ -283,7 +282,8 @@ def add_and_normalize(form, tensors, total, rows, columns):  # type: ignore[no-u
         sums = _add_parts(total + place, there, tl.cast(rows, tl.int64) * columns, form.parts)
         value = add_to_residual(value, sums, tensors.bias, column, columns, dtype)
         tl.store(tensors.added + place, value.to(dtype), mask=there)
-    result = normalize_tile(form, value, there, tensors.weight, tensors.norm_bias, column, columns)
+    factor = load_factor(form, tensors.weight, column, columns)
+    result = normalize_tile(form, value, there, factor, tensors.norm_bias, column, columns)
     tl.store(tensors.normed + place, result.to(dtype), mask=there)
 
 

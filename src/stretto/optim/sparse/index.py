@@ -132,11 +132,16 @@ class BitmapIndex(SparseIndex):
         return [*found, LeftRange(first, last, end, 1, True)] if end > begin else found
 
     def launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool, **shape: int) -> None:
-        """`compress` on a GPU. shape: `warps` and `turns` of the kernel."""
+        """`compress` on a GPU. shape: `turns` of the kernel."""
         from stretto.optim.sparse import kernels
 
-        for part in self.ranges(first, last):
-            kernels.launch_compress(dense, self.bits, self.prefix, out, part, adds=adds, **shape)
+        parts = self.ranges(first, last)
+        if adds:
+            part = parts[0]._replace(blocks=sum(part.blocks for part in parts))
+            kernels.launch_add(dense, self.bits, self.prefix, out, part, **shape)
+            return
+        for part in parts:
+            kernels.launch_compress(dense, self.bits, self.prefix, out, part, **shape)
 
     def launch_expand(
         self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor], **shape: int
@@ -161,7 +166,11 @@ class PositionIndex(SparseIndex):
     """int32 positions, ascending. ValueError for a tensor of more than 2^31 numbers."""
 
     def __init__(self, bits: Tensor, size: int) -> None:
-        check_positions(size)
+        if size > MAX_POSITIONS:
+            raise ValueError(
+                f"a layer has {size:,} numbers, but index='int32' takes at most 2^31 = {MAX_POSITIONS:,}; "
+                "index='bitmap' would do"
+            )
         self.size = size
         self.positions = unpack(bits, size).nonzero().squeeze(1).int()
         self.count = len(self.positions)
@@ -177,15 +186,6 @@ def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> Spa
     if kind not in get_args(SparseIndexKind):
         raise ValueError(f"index is {kind!r}, but must be one of {', '.join(get_args(SparseIndexKind))}")
     return BitmapIndex(bits, size) if kind == "bitmap" else PositionIndex(bits, size)
-
-
-def check_positions(size: int) -> None:
-    """Raise ValueError for a tensor with more numbers than int32 positions can tell apart."""
-    if size > MAX_POSITIONS:
-        raise ValueError(
-            f"a layer has {size:,} numbers, but index='int32' takes at most 2^31 = {MAX_POSITIONS:,}; index='bitmap' "
-            "would do"
-        )
 
 
 def _count_bits(packed: Tensor) -> Tensor:

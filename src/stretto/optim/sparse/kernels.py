@@ -6,6 +6,8 @@ are left before it from a scan over the lanes, once for 32 numbers. Then the lan
 at a time, which a lane loads or stores at once. A row's numbers that are left move to the front by four byte
 permutations (`prmt`) whose selectors a table has for each of 256 rows: 5 instructions of the integer units a number,
 where a copy's bandwidth leaves time for 9 (compiled for sm_90; a number by itself takes 13).
+
+A sum of micro-batches is loaded and stored by its own numbers: a lane finds the place of each in the dense block.
 """
 
 import functools
@@ -21,11 +23,9 @@ from stretto.tiles.intrinsics import is_cuda
 from stretto.tiles.launches import launch_kernel
 
 BLOCK = 1024
-"""Dense numbers of a warp, and of one prefix sum."""
-WARPS = 1
-"""Warps of a program, each with its own block: `python -m lab sparse --variants` times others."""
-COMPRESS_TURNS, ADD_TURNS, EXPAND_TURNS = 2, 4, 1
-"""Blocks that a warp takes one after another."""
+"""Dense numbers of a warp, which is a program, and of one prefix sum."""
+COMPRESS_TURNS, ADD_TURNS, EXPAND_TURNS = 2, 2, 1
+"""Blocks that a warp takes one after another: `python -m lab sparse --variants` times others."""
 
 
 class LeftRange(NamedTuple):
@@ -139,40 +139,34 @@ def _pick(c, place):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scan_words(index, block, size, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The numbers that are left before each word of 32, [WARPS, 32], and each lane's words of its four rows.
+def _scan_words(index, block):  # type: ignore[no-untyped-def]
+    """Each lane's word of a block's bitmap, and how many of the block's numbers are left before it: int32 [32].
 
-    Synchronization: none between warps; bitmap and prefix sums are read only.
+    Synchronization: none; bitmap and prefix sums are read only.
     """
-    warp, lane = tl.arange(0, WARPS), tl.arange(0, 32)[None, :]
-    words = index.bits.to(tl.pointer_type(tl.int32)) + block * 32
-    at = warp[:, None] * 32 + lane
-    count = _count_bits(tl.load(words + at, mask=at * 32 < size, other=0))
-    before = tl.load(index.prefix + block + warp, mask=warp * 1024 < size, other=0)
-    at = warp[:, None] * 32 + lane // 4
-    of_rows = ()
-    for number in tl.static_range(4):
-        of_rows += (tl.load(words + at + 8 * number, mask=at * 32 + 256 * number < size, other=0),)  # type: ignore[assignment]
-    return before[:, None] + tl.cumsum(count, axis=1) - count, of_rows
+    words = tl.load(index.bits.to(tl.pointer_type(tl.int32)) + block * 32 + tl.arange(0, 32))
+    count = _count_bits(words)
+    return words, tl.cumsum(count, axis=0) - count
 
 
 @triton.jit
-def _find_row(word, before, selectors, NUMBER: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _find_row(words, before, index, block, NUMBER: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each lane's row of those from 32 NUMBER on: its selectors, its bits, the rank of the first number that is left,
     and how many are left in each half."""
-    lane = tl.broadcast_to(tl.arange(0, 32)[None, :], (WARPS, 32))
-    shift = lane % 4 * 8
+    lane = tl.arange(0, 32)
+    at, shift = NUMBER * 8 + lane // 4, lane % 4 * 8
+    word = tl.gather(words, at, axis=0)
     byte = (word >> shift) & 0xFF
-    rank = tl.gather(before, NUMBER * 8 + lane // 4, axis=1) + _count_bits(word & ((1 << shift) - 1))
-    return tl.load(selectors + byte), byte, rank, _count_bits(byte & 15), _count_bits(byte >> 4)
+    rank = tl.load(index.prefix + block) + tl.gather(before, at, axis=0) + _count_bits(word & ((1 << shift) - 1))
+    return tl.load(index.selectors + byte), byte, rank, _count_bits(byte & 15), _count_bits(byte >> 4)
 
 
 @triton.jit
-def _split_columns(values, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of [WARPS, 32, 8], four columns each, which the lane that has a row has in its registers."""
-    even, odd = tl.split(values.reshape(WARPS, 32, 4, 2))
-    of_0_4, of_2_6 = tl.split(even.reshape(WARPS, 32, 2, 2))
-    of_1_5, of_3_7 = tl.split(odd.reshape(WARPS, 32, 2, 2))
+def _split_columns(values):  # type: ignore[no-untyped-def]
+    """The halves of [32, 8], four columns each, which the lane that has a row has in its registers."""
+    even, odd = tl.split(values.reshape(32, 4, 2))
+    of_0_4, of_2_6 = tl.split(even.reshape(32, 2, 2))
+    of_1_5, of_3_7 = tl.split(odd.reshape(32, 2, 2))
     c0, c4 = tl.split(of_0_4)
     c1, c5 = tl.split(of_1_5)
     c2, c6 = tl.split(of_2_6)
@@ -181,11 +175,11 @@ def _split_columns(values, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _join_columns(low, high, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _join_columns(low, high):  # type: ignore[no-untyped-def]
     """The reverse of `_split_columns`."""
     even = tl.join(tl.join(low[0], high[0]), tl.join(low[2], high[2]))
     odd = tl.join(tl.join(low[1], high[1]), tl.join(low[3], high[3]))
-    return tl.join(even.reshape(WARPS, 32, 4), odd.reshape(WARPS, 32, 4)).reshape(WARPS, 32, 8)
+    return tl.join(even.reshape(32, 4), odd.reshape(32, 4)).reshape(32, 8)
 
 
 @triton.jit
@@ -207,134 +201,166 @@ def _load_half(at, rank, count, first, last, IS_PART: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _load_row(row, left, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    _, _, rank, low, high = row
-    at = left + (rank - first)
-    return _load_half(at, rank, low, first, last, IS_PART), _load_half(at + low, rank + low, high, first, last, IS_PART)
-
-
-@triton.jit
-def _store_half(at, c, sums, rank, count, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_half(at, c, rank, count, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
     for k in tl.static_range(4):
-        value = c[k] if sums is None else c[k].to(tl.float32) + sums[k].to(tl.float32)
-        tl.store(at + k, value.to(at.dtype.element_ty), mask=_is_there(k, rank, count, first, last, IS_PART))
-
-
-@triton.jit
-def _pack_row(values, row, sums, out, first, last, IS_PART: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    selectors, _, rank, low, high = row
-    left_half, right_half = _split_columns(values, WARPS)
-    at, of_low, of_high = out + (rank - first), None if sums is None else sums[0], None if sums is None else sums[1]
-    _store_half(at, _permute(left_half, selectors.to(tl.int32)), of_low, rank, low, first, last, IS_PART)
-    right_half = _permute(right_half, (selectors >> 32).to(tl.int32))
-    _store_half(at + low, right_half, of_high, rank + low, high, first, last, IS_PART)
-
-
-@triton.jit
-def _place(WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The places of each warp's first 32 rows in the dense numbers of a program: [WARPS, 32, 8]."""
-    row = (tl.arange(0, WARPS) * 1024)[:, None] + (tl.arange(0, 32) * 8)[None, :]
-    return row[:, :, None] + tl.arange(0, 8)[None, None, :]
+        tl.store(at + k, c[k], mask=_is_there(k, rank, count, first, last, IS_PART))
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
-def _compress(  # type: ignore[no-untyped-def]
-    dense, index, out, size, first, last, first_block,
-    ADDS: tl.constexpr, IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
-    """Write the numbers of WARPS * TURNS blocks that are left to `out`, or add them to it.
+def _compress(dense, index, out, size, first, last, first_block, IS_PART: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write the numbers of TURNS blocks that are left to `out`.
 
     Synchronization: none. Each number of `out` is written by one program; the next kernel of the stream reads it.
     """
-    places = _place(WARPS)
+    places = tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
     for turn in range(TURNS):
-        block = (first_block + (tl.program_id(0) * TURNS + turn) * WARPS).to(tl.int64)
-        here = tl.minimum(size - block * 1024, WARPS * 1024).to(tl.int32)
-        at = dense + block * 1024 + places
-        # All are read, in order and 16 bytes at a time: of 16 neighbours, one memory sector, some number is left. And
-        # all are loaded before any is stored, or each load would wait for the store before it.
-        values, rows, sums = (), (), ()
-        for number in tl.static_range(4):
-            values += (tl.load(at + 256 * number, mask=places + 256 * number < here, other=0),)  # type: ignore[assignment]
-        before, words = _scan_words(index, block, here, WARPS)
-        for number in tl.static_range(4):
-            rows += (_find_row(words[number], before, index.selectors, number, WARPS),)  # type: ignore[assignment]
-            if ADDS:
-                sums += (_load_row(rows[number], out, first, last, IS_PART),)  # type: ignore[assignment]
-        for number in tl.static_range(4):
-            added = sums[number] if ADDS else None
-            _pack_row(values[number], rows[number], added, out, first, last, IS_PART, WARPS)
-
-
-@triton.jit
-def _unpack_row(loaded, row, at, mask, first, last, IS_PART: tl.constexpr, WARPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    low, high = _permute(loaded[0], row[0].to(tl.int32)), _permute(loaded[1], (row[0] >> 32).to(tl.int32))
-    if IS_PART:  # other numbers of the row that are left may be another part's
-        column = tl.arange(0, 8)[None, None, :]
-        byte = row[1][:, :, None]
-        rank = row[2][:, :, None] + _count_bits(byte & ((1 << column) - 1))
-        mask &= ((byte >> column & 1) == 0) | ((rank >= first) & (rank < last))
-    tl.store(at, _join_columns(low, high, WARPS), mask=mask)
+        block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
+        if block * 1024 < size:
+            here = tl.minimum(size - block * 1024, 1024).to(tl.int32)
+            # All are read, in order and 16 bytes at a time: of 16 neighbours, one memory sector, some number is left.
+            # And all are loaded before any is stored, or each load would wait for the store before it.
+            values, rows = (), ()
+            for number in tl.static_range(4):
+                mask = places + 256 * number < here
+                values += (tl.load(dense + block * 1024 + places + 256 * number, mask=mask, other=0),)  # type: ignore[assignment]
+            words, before = _scan_words(index, block)
+            for number in tl.static_range(4):
+                rows += (_find_row(words, before, index, block, number),)  # type: ignore[assignment]
+            for number in tl.static_range(4):
+                selectors, _, rank, low, high = rows[number]  # type: ignore[var-annotated]
+                left_half, right_half = _split_columns(values[number])
+                at = out + (rank - first)
+                left_half = _permute(left_half, selectors.to(tl.int32))
+                right_half = _permute(right_half, (selectors >> 32).to(tl.int32))
+                _store_half(at, left_half, rank, low, first, last, IS_PART)
+                _store_half(at + low, right_half, rank + low, high, first, last, IS_PART)
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
 def _expand(  # type: ignore[no-untyped-def]
-    left, index, dense, skip, failed, size, first, last, first_block,
-    IS_PART: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
-    """Write WARPS * TURNS blocks of dense numbers: those that are left, and zeros between them.
+    left, index, dense, skip, failed, size, first, last, first_block, IS_PART: tl.constexpr, TURNS: tl.constexpr
+):
+    """Write TURNS blocks of dense numbers: those that are left, and zeros between them.
 
     Whole sectors are written: numbers one by one would have the memory read what lies between them first. While `skip`
     or `failed` is not 0, nothing is written.
 
     Synchronization: none. Each dense number is written by one program; the next kernel of the stream reads it.
     """
-    places = _place(WARPS)
+    column = tl.arange(0, 8)[None, :]
+    places = tl.arange(0, 32)[:, None] * 8 + column
     writes = True
     if skip is not None:
         writes = tl.load(skip) == 0
     if failed is not None:
         writes &= tl.load(failed) == 0
     for turn in range(TURNS):
-        block = (first_block + (tl.program_id(0) * TURNS + turn) * WARPS).to(tl.int64)
-        here = tl.minimum(size - block * 1024, WARPS * 1024).to(tl.int32)
-        before, words = _scan_words(index, block, here, WARPS)
-        at = dense + block * 1024 + places
-        rows, loaded = (), ()
-        for number in tl.static_range(4):
-            rows += (_find_row(words[number], before, index.selectors, number, WARPS),)  # type: ignore[assignment]
-            loaded += (_load_row(rows[number], left, first, last, IS_PART),)  # type: ignore[assignment]
-        for number in tl.static_range(4):
-            mask = writes & (places + 256 * number < here)
-            _unpack_row(loaded[number], rows[number], at + 256 * number, mask, first, last, IS_PART, WARPS)
+        block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
+        if block * 1024 < size:
+            here = tl.minimum(size - block * 1024, 1024).to(tl.int32)
+            words, before = _scan_words(index, block)
+            rows, loaded = (), ()
+            for number in tl.static_range(4):
+                rows += (_find_row(words, before, index, block, number),)  # type: ignore[assignment]
+                _, _, rank, low, high = rows[number]  # type: ignore[var-annotated]
+                at = left + (rank - first)
+                left_half = _load_half(at, rank, low, first, last, IS_PART)
+                loaded += ((left_half, _load_half(at + low, rank + low, high, first, last, IS_PART)),)  # type: ignore[assignment]
+            for number in tl.static_range(4):
+                selectors, byte, rank, _, _ = rows[number]  # type: ignore[var-annotated]
+                left_half = _permute(loaded[number][0], selectors.to(tl.int32))
+                right_half = _permute(loaded[number][1], (selectors >> 32).to(tl.int32))
+                mask = writes & (places + 256 * number < here)
+                if IS_PART:  # other numbers of the row that are left may be another part's
+                    rank = rank[:, None] + _count_bits(byte[:, None] & ((1 << column) - 1))
+                    mask &= ((byte[:, None] >> column & 1) == 0) | ((rank >= first) & (rank < last))
+                tl.store(dense + block * 1024 + places + 256 * number, _join_columns(left_half, right_half), mask=mask)
+
+
+@triton.jit
+def _select_bit(word, rank):  # type: ignore[no-untyped-def]
+    """The place of the bit of an int32 that is 1 and has `rank` such bits below it."""
+    above = tl.full(rank.shape, 32, tl.int32)
+    for step in tl.static_range(5):
+        next_above = above - (16 >> step)
+        above = tl.where(_count_bits(word << next_above) <= rank, next_above, above)
+    return 32 - above
+
+
+@triton.jit
+def _prefetch(at):  # type: ignore[no-untyped-def]
+    """Have the L2 cache fetch the lines of these addresses."""
+    if is_cuda():
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit(do_not_specialize=["first", "last", "first_block"])
+def _add(dense, index, out, size, first, last, first_block, SLOTS: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add the numbers of TURNS blocks that are left to those of `out`, SLOTS at a time.
+
+    Neighbouring lanes have neighbouring numbers of `out`, which take 12 loads and stores a block at 90%; by rows of
+    dense numbers it took 64, and their sums were loaded only once their places were known. A lane finds its word of the
+    bitmap by bisecting how many numbers are left before each of the block's 32, and its bit by counting bits.
+
+    Synchronization: none. Each number of `out` is read and written by one warp.
+    """
+    for turn in range(TURNS):
+        block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
+        if block * 1024 < size:
+            # 64 bytes a lane, or more; they are loaded once their places are known.
+            _prefetch(dense + tl.minimum(block * 1024 + tl.arange(0, 32) * 32, size - 1))
+            words, before = _scan_words(index, block)
+            begin = tl.load(index.prefix + block)
+            end = tl.load(index.prefix + block + 1, mask=(block + 1) * 1024 < size, other=last)
+            stop = (tl.minimum(end, last) - begin).to(tl.int32)
+            for start in range((tl.maximum(begin, first) - begin).to(tl.int32), stop, SLOTS):
+                number = start + tl.arange(0, SLOTS)
+                at = out + (begin - first) + number
+                total = tl.load(at, mask=number < stop).to(tl.float32)
+                word = tl.zeros_like(number)
+                for step in tl.static_range(5):
+                    further = word + (16 >> step)
+                    word = tl.where(tl.gather(before, further, axis=0) <= number, further, word)
+                place = _select_bit(tl.gather(words, word, axis=0), number - tl.gather(before, word, axis=0))
+                total += tl.load(dense + block * 1024 + (word * 32 + place), mask=number < stop).to(tl.float32)
+                tl.store(at, total.to(out.dtype.element_ty), mask=number < stop)
 
 
 def launch_compress(
-    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool, warps: int = WARPS,
-    turns: int | None = None,
-) -> None:  # fmt: skip
-    """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums; adds: to what it has.
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, turns: int = COMPRESS_TURNS
+) -> None:
+    """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums.
 
-    warps, turns: of a program, which takes as many blocks as their product.
+    turns: blocks of a program.
     """
     index = Bitmap(bits, prefix, find_selectors(dense.device)[0])
-    turns = turns or (ADD_TURNS if adds else COMPRESS_TURNS)
     launch_kernel(
-        _compress, triton.cdiv(part.blocks, warps * turns), dense, index, out,
-        part.end(dense), part.first, part.last, part.first_block,
-        ADDS=adds, IS_PART=part.is_part, WARPS=warps, TURNS=turns, num_warps=warps,
+        _compress, triton.cdiv(part.blocks, turns), dense, index, out,
+        part.end(dense), part.first, part.last, part.first_block, IS_PART=part.is_part, TURNS=turns, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_add(
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, turns: int = ADD_TURNS
+) -> None:
+    """Add what is left of `dense` to `out`, as `launch_compress` writes it; the blocks may be others' in part."""
+    launch_kernel(
+        _add, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, None), out,
+        part.end(dense), part.first, part.last, part.first_block, SLOTS=128, TURNS=turns, num_warps=1,
     )  # fmt: skip
 
 
 def launch_expand(
     left: Tensor, bits: Tensor, prefix: Tensor, dense: Tensor, part: LeftRange, flags: Sequence[Tensor], *,
-    warps: int = WARPS, turns: int = EXPAND_TURNS,
+    turns: int = EXPAND_TURNS,
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
     not 0 has nothing written. Others: as `launch_compress`."""
     index = Bitmap(bits, prefix, find_selectors(dense.device)[1])
     launch_kernel(
-        _expand, triton.cdiv(part.blocks, warps * turns), left, index, dense,
+        _expand, triton.cdiv(part.blocks, turns), left, index, dense,
         *flags, *[None] * (2 - len(flags)), part.end(dense), part.first, part.last, part.first_block,
-        IS_PART=part.is_part, WARPS=warps, TURNS=turns, num_warps=warps,
+        IS_PART=part.is_part, TURNS=turns, num_warps=1,
     )  # fmt: skip

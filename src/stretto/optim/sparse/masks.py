@@ -115,16 +115,22 @@ class EarlyBird:
     _drawn: deque[Masks] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
-        if self.window < 2:
-            raise ValueError(f"window is {self.window}, but must be at least 2 masks; 5 would do")
+        if not isinstance(self.window, int) or self.window < 2:
+            raise ValueError(f"window is {self.window!r}, but must be at least 2 masks; 5 would do")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0 and less than 1; 0.1 would do")
 
     def distances(self, drawn: Masks) -> list[dict[str, int]]:
         """Note newly drawn masks. Returns, of each earlier one, how many numbers of each parameter's shard differ.
 
-        Fewer than `window` - 1 of them say that it is too early.
+        Fewer than `window` - 1 of them say that it is too early. Raises ValueError for masks of another model or
+        sparsity than the earlier ones.
         """
+        if self._drawn and (self._drawn[0].sparsity, self._drawn[0].masks.keys()) != (
+            drawn.sparsity,
+            drawn.masks.keys(),
+        ):
+            raise ValueError("this EarlyBird has seen masks of another model or sparsity: use a new EarlyBird()")
         counts = [
             {name: int((mask.unpacked() != earlier.masks[name].unpacked()).sum()) for name, mask in drawn.masks.items()}
             for earlier in self._drawn

@@ -46,7 +46,6 @@ class FlatWeights:
         """Begin updates of these parameters. skip: int32 [1]; while it is not 0, an update writes nothing."""
 
     def buffer(self, bucket: Bucket, number: int = 0) -> Tensor:
-        """Where the weights of a bucket are updated: [bucket.size]."""
         return self.flat[bucket.start : bucket.stop]
 
     def open(self, bucket: Bucket, number: int = 0) -> Tensor:
@@ -62,7 +61,6 @@ class FlatWeights:
         return self.flat[place.start : place.stop]
 
     def write(self, index: int, weight: Tensor) -> None:
-        """Set them."""
         self.read(index).copy_(weight)
 
     def take_gradient(self, index: int, gradient: Tensor, out: Tensor, *, adds: bool) -> None:

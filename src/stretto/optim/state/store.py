@@ -119,7 +119,6 @@ class OptimizerStateStore:
 
     @property
     def step_order(self) -> StepOrder:
-        """In which order buckets are updated."""
         needs_norm = self.clip is not None or self.loss_scale is not None or self.skips_nonfinite
         return StepOrder.AFTER_NORM if needs_norm else StepOrder.CHUNK_BY_CHUNK
 

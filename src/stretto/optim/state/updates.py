@@ -79,7 +79,6 @@ class Update(ABC):
         """Update `weight` [n] and `state`, of n numbers each, from `gradient`."""
 
     def end(self) -> None:
-        """End the step."""
         return
 
 

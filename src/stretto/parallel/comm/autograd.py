@@ -127,8 +127,7 @@ def with_gradient_of_its_own(tensor: Tensor) -> Tensor:
     Autograd adds to a DTensor's gradient in place, though what is in it may be another parameter's, too: a batch of one
     row gives one tensor to both of `x + positions` and `torch.cat((token, x), 1)` for parameters with a dim 0 of 1.
     """
-    own: Tensor = apply(_WithOwnGradient, tensor)
-    return own
+    return apply(_WithOwnGradient, tensor)
 
 
 class _WithOwnGradient(torch.autograd.Function):

@@ -244,7 +244,6 @@ class PendingSum(Pending):
     dtype: torch.dtype | None = None
 
     def wait(self) -> Tensor:
-        """The sum, in the order of ranks."""
         return super().wait().unflatten(0, (self.ranks, -1))[:, : self.rows].sum(0, dtype=self.dtype)
 
 
@@ -318,7 +317,6 @@ def gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup, levels: "TwoLevels | None" = None) -> Pending:
-    """Begin `gather_rows`."""
     size = group.size()
     if size == 1:
         return Pending(shard)
@@ -337,11 +335,7 @@ def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Te
 
 
 def start_scatter_rows(
-    whole: Tensor,
-    local_rows: int,
-    group: dist.ProcessGroup,
-    factor: float = 1.0,
-    levels: "TwoLevels | None" = None,
+    whole: Tensor, local_rows: int, group: dist.ProcessGroup, factor: float = 1.0, levels: "TwoLevels | None" = None
 ) -> Pending:
     """Begin `scatter_rows`, times a factor. The backend multiplies if the result is an average and it can average; else
     `Pending.factor` is left to the caller."""
@@ -386,7 +380,6 @@ def all_to_all(
 def start_all_to_all(
     received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
 ) -> Pending:
-    """Begin `all_to_all`."""
     with collective("all_to_all", group) as issued:
         run = dist.all_to_all_single(received, sent, list(receives), list(sends), group=group, async_op=True)
         return Pending(received, issued.watch(run, received), sent)

@@ -92,7 +92,6 @@ class CopyEngineAllGather:
         self._is_step = self._is_copied = False  # weights do not change; and a pass has copied them since
 
     def register(self, key: object, weight: WeightToGather) -> None:
-        """Copy this weight from the next forward pass on."""
         self._weights[key] = weight
 
     def drop_pruned(self) -> None:
@@ -335,7 +334,6 @@ class CopyEngineGatherer(WeightGatherer):
             self.copies.register(key, weight)
 
     def begin_forward(self) -> None:
-        """Start to copy all weights."""
         self.others.begin_forward()
         if not in_backward():
             self.copies.begin()
@@ -377,7 +375,6 @@ class CopyEngineGatherer(WeightGatherer):
         self.copies.drop_pruned()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
         return self.copies.was_overwritten(key, version)
 
 
@@ -393,7 +390,6 @@ def _place_table(
 
 
 def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":
-    """Make what reduce-scatters gradients by copy engines."""
     from stretto.parallel.comm.copy_engine_scatter import (
         ScatterRing,  # here: Triton may be missing where there are no GPUs
     )

@@ -94,11 +94,7 @@ class CopyEngineReduceScatter:
         world = group.size()
         self._part, self._ring = _align(part), _align(max(part, ring))
         self._channel = BlockChannel.allocate(
-            group,
-            channels=1,
-            peer_tiles=2,
-            data_bytes=(world - 1) * self._ring,
-            backend=backend,
+            group, channels=1, peer_tiles=2, data_bytes=(world - 1) * self._ring, backend=backend
         )
         device = self._channel.device
         self._description = self._channel.describe(OPERATOR)

@@ -20,12 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.parallel.comm.collectives import (
-    Pending,
-    all_to_all,
-    start_gather_rows,
-    start_scatter_rows,
-)
+from stretto.parallel.comm.collectives import Pending, all_to_all, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.two_level import TwoLevels
 
 
@@ -103,17 +98,14 @@ class PrunedWeight:
 
     def to_rows(self, values: Tensor) -> Tensor:
         """What is left of this rank's rows, of the ranks' shares `values` [count]. Collective."""
-        received = values.new_empty(self.own.count)
-        return all_to_all(received, values.contiguous(), self._receives, self._sends, self.group)
+        return all_to_all(
+            values.new_empty(self.own.count), values.contiguous(), self._receives, self._sends, self.group
+        )
 
-    def from_rows(self, rows: Tensor) -> Tensor:
-        """This rank's share, [count], of what is left of the ranks' rows. Collective."""
-        received = rows.new_empty(self.count)
-        return all_to_all(received, rows.contiguous(), self._sends, self._receives, self.group)
-
-    def compress_rows(self, dense: Tensor) -> Tensor:
-        """What is left of this rank's rows, of a tensor shaped as its shard."""
-        return self.own.compress(dense.transpose(0, self.dim).reshape(-1), dense.new_empty(self.own.count))
+    def compress(self, dense: Tensor) -> Tensor:
+        """This rank's share, [count], of what is left of tensors shaped as the ranks' shards. Collective."""
+        rows = self.own.compress(dense.transpose(0, self.dim).reshape(-1), dense.new_empty(self.own.count))
+        return all_to_all(dense.new_empty(self.count), rows, self._sends, self._receives, self.group)
 
     def expand_rows(self, rows: Tensor, shape: torch.Size) -> Tensor:
         """A dense tensor in the shape of this rank's shard, of what is left of its rows."""

@@ -123,11 +123,9 @@ class RankOrder:
             slow_waits.add(self)
 
     def place(self, parameter: nn.Parameter) -> int:
-        """The number of a parameter, the same on all ranks that ask in one order."""
         return self._places.setdefault(parameter, len(self._places))
 
     def name(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Say what parameters are called."""
         self.names = {self.place(parameter): name for name, parameter in named}
 
     def begin(self, kind: Hashable) -> None:

@@ -3,12 +3,13 @@
 optimizers of parameters that shards have replaced, which raise an error."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -98,25 +99,25 @@ def alive(kept: "ref[Kept]") -> Kept:
     return found
 
 
+_OF_WHOLE_WEIGHTS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
 _replaced: dict[int, ref[nn.Parameter]] = {}  # by id, while anything holds them
 
 
 def refuse_optimizers_of(before: Iterable[ref[nn.Parameter]], now: Iterable[nn.Parameter]) -> None:
     """Have optimizers of parameters of `before` that are none of a model's `now` raise ValueError in `step`.
 
-    They would skip them in silence, as these get no gradients. Where nothing holds one any more, nothing is watched.
+    They would skip them in silence, as these get no gradients. So do torch's optimizers that cannot update shards.
     """
     own = {id(parameter) for parameter in now}
     left = [parameter for one in before if (parameter := one()) is not None and id(parameter) not in own]
     alive = {id(parameter): ref(parameter, _forget) for parameter in left}
-    if alive:
-        _watch_optimizers()
+    _watch_optimizers()
     _replaced.update(alive)
 
 
 @functools.cache
 def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_pre_hook(_refuse_in_step)
 
 
 def _forget(dead: ref[nn.Parameter]) -> None:
@@ -124,9 +125,25 @@ def _forget(dead: ref[nn.Parameter]) -> None:
         del _replaced[number]
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if _replaced and any(id(one) in _replaced for group in optimizer.param_groups for one in group["params"]):
+def _refuse_in_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    if _replaced and any(id(one) in _replaced for one in _parameters_of(optimizer)):
         raise ValueError(
             f"this {type(optimizer).__name__} was made before stretto.parallelize or distribute_embeddings, which has "
             "replaced parameters by shards, and would not train them: make it afterwards, of model.parameters()"
         )
+    if isinstance(optimizer, _OF_WHOLE_WEIGHTS) and any(map(_is_cut, _parameters_of(optimizer))):
+        raise ValueError(
+            f"torch.optim.{type(optimizer).__name__} cannot update shards of weights, which stretto.parallelize or "
+            "distribute_embeddings has made: torch's AdamW, SGD, RMSprop and Adagrad can, and stretto.optim's Muon"
+        )
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(
+        placement.is_shard() and parameter.device_mesh.size(dim) > 1
+        for dim, placement in enumerate(parameter.placements)
+    )

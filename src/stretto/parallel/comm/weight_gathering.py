@@ -356,13 +356,11 @@ class StepGatherer(WeightGatherer):
             self.gather(key, self._sources[key].parameter)
 
     def release(self, stage: int) -> None:
-        """Free the weights of a stage."""
         for key in self._used.get(stage, {}):
             if self._held is not None:
                 self._held.pop(key, None)
 
     def end_step(self) -> None:
-        """Free all that is kept."""
         self._held = None
         self.inner.end_step()
 
@@ -371,7 +369,6 @@ class StepGatherer(WeightGatherer):
         self.inner.begin_forward()
 
     def end_forward(self) -> None:
-        """End it."""
         self.inner.end_forward()
 
     def stop_keeping(self) -> None:
@@ -379,7 +376,6 @@ class StepGatherer(WeightGatherer):
         self.inner.stop_keeping()
 
     def send_pruned(self) -> None:
-        """Gather pruned weights by messages."""
         self.inner.send_pruned()
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:

@@ -45,8 +45,7 @@ def _pass(x: Tensor, sent: Tensor, reach: int, group: dist.ProcessGroup) -> tupl
 
     x is what the layer goes on with: all ranks take part in the backward pass so, also one that receives nothing.
     """
-    found: tuple[Tensor, Tensor] = _PassToLater.apply(x, sent, reach, group)
-    return found
+    return _PassToLater.apply(x, sent, reach, group)
 
 
 class _PassToLater(torch.autograd.Function):

@@ -27,21 +27,11 @@ from torch import Tensor, nn
 from stretto.axes import EXPERT
 from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
-from stretto.ops.moe import (
-    combine,
-    combine_few,
-    dispatch,
-    dispatch_few,
-    gated_activation,
-    grouped_matmul,
-)
+from stretto.ops.moe import combine, combine_few, dispatch, dispatch_few, gated_activation, grouped_matmul
 from stretto.ops.moe.activation import is_silu
 from stretto.ops.moe.places import find_places
 from stretto.parallel.comm.autograd import scale_gradient, sum_gradient
-from stretto.parallel.comm.collectives import (
-    all_reduce,
-    mark_experts,
-)
+from stretto.parallel.comm.collectives import all_reduce, mark_experts
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.experts.products import (
     KEPT_AS,
@@ -178,7 +168,6 @@ class ParallelExperts(ShardedModule):
 
     @property
     def has_biases(self) -> bool:
-        """True if the products have biases."""
         return bool(self._bias_scales)
 
     def can_be_local(self, grid: Grid) -> bool:
@@ -390,8 +379,7 @@ class ParallelExperts(ShardedModule):
         if f"{name}_bias" not in self._bias_scales:
             return rows
         bias = biases[list(self._bias_scales).index(f"{name}_bias")].to(rows.dtype)
-        output: Tensor = AddBias.apply(rows, bias, offsets, name == self._up or self.plan.adds_bias)
-        return output
+        return AddBias.apply(rows, bias, offsets, name == self._up or self.plan.adds_bias)
 
     def _known(self, ids: Tensor) -> Tensor:
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""

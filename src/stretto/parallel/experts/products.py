@@ -16,24 +16,13 @@ from torch import Tensor, nn
 
 from stretto.execution import ExpertReduce
 from stretto.ops.invariant.grouped import multiply_groups
-from stretto.ops.moe import (
-    ReplicaPlacement,
-    gated_activation,
-    grouped_matmul,
-    grouped_weight_gradient,
-)
+from stretto.ops.moe import ReplicaPlacement, gated_activation, grouped_matmul, grouped_weight_gradient
 from stretto.ops.moe.experts import differentiate_gate, gate_tokens
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import multiply_copies, sum_copies, sum_dtype
 from stretto.ops.moe.places import Places, run_beside
 from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
-from stretto.parallel.comm.collectives import (
-    Pending,
-    all_reduce,
-    collective,
-    own,
-    start_all_reduce,
-)
+from stretto.parallel.comm.collectives import Pending, all_reduce, collective, own, start_all_reduce
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.experts.replicas import ExpertReplicas
 from stretto.parallel.layers.weight_shard import WeightShard
@@ -96,7 +85,6 @@ class ExpertProduct:
         return weight
 
     def outputs(self, weight: Tensor) -> int:
-        """Its output features."""
         return weight.shape[1]
 
     def product(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -104,7 +92,6 @@ class ExpertProduct:
         return grouped_matmul(rows, weight, offsets)
 
     def differentiate_rows(self, gradient: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        """The gradient of the rows."""
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
     def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:

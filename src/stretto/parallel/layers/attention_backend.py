@@ -79,11 +79,7 @@ def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device)
         out = F.scaled_dot_product_attention(query, key, value, is_causal=call.is_causal, enable_gqa=shares_keys)
         torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
 
-    with (
-        torch.enable_grad(),
-        warnings.catch_warnings(),
-        nullcontext() if backend is None else sdpa_kernel(backend),
-    ):
+    with torch.enable_grad(), warnings.catch_warnings(), nullcontext() if backend is None else sdpa_kernel(backend):
         warnings.simplefilter("ignore")  # torch says why a kernel does not take a call
         try:
             return median_seconds(time_runs(run, device, warmups=1, repeats=REPEATS))

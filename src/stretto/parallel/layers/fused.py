@@ -65,8 +65,7 @@ def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[T
         query, key, value = qkv.split((queries_per_group, 1, 1), dim=-2)
         query, key = _rotate(query, angles), _rotate(key, angles)
         return _flatten(query), _flatten(key), _flatten(value)
-    heads: tuple[Tensor, Tensor, Tensor] = _RotateHeads.apply(qkv, *angles, queries_per_group)
-    return heads
+    return _RotateHeads.apply(qkv, *angles, queries_per_group)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -77,8 +76,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """
     if _needs_operators(gate, up) or gate.shape != up.shape or gate.dtype != up.dtype:
         return F.silu(gate) * up
-    product: Tensor = _SwiGLU.apply(gate, up)
-    return product
+    return _SwiGLU.apply(gate, up)
 
 
 def _needs_operators(*tensors: Tensor) -> bool:

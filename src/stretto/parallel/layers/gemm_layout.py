@@ -151,6 +151,5 @@ class MatmulTuner:
 
 
 def _time(layout: GemmLayout, product: Product, device: torch.device) -> float:
-    """The median seconds of one product."""
     run = functools.partial(layout.multiply, *product.operands(device))
     return median_seconds(time_runs(run, device, warmups=1, repeats=REPEATS))

@@ -184,8 +184,7 @@ def _attend(
     """Causal attention [batch, heads, seq, size], with the bits of `paged_attention` with invariant=True."""
     if sinks is not None or key.shape != value.shape:
         raise ValueError("invariant=True: attention takes no sinks, and keys and values of one size")
-    out: Tensor = _Attention.apply(query, key, value, scale, window, documents)
-    return out
+    return _Attention.apply(query, key, value, scale, window, documents)
 
 
 class _Attention(torch.autograd.Function):

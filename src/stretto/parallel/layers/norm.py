@@ -49,13 +49,7 @@ def _moments(x: Tensor, is_centred: bool, group: dist.ProcessGroup) -> tuple[Ten
 class _SplitNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        eps: float,
-        is_centred: bool,
-        group: Any,
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool, group: Any
     ) -> Tensor:
         wide = x.to(statistics_dtype(x))
         mean, variance = keep_output("norm statistics", lambda: _moments(wide, is_centred, group))
@@ -177,5 +171,4 @@ class ParallelNorm(ShardedModule):
         """Normalize features that the group splits. present: of weight and bias those that this norm has."""
         weight = None if self.weight is None else present[0]
         bias = None if self.bias is None else present[-1]
-        y: Tensor = apply(_SplitNorm, x, weight, bias, self._eps_of(x), self.is_centred, self.group)
-        return y
+        return apply(_SplitNorm, x, weight, bias, self._eps_of(x), self.is_centred, self.group)

@@ -116,8 +116,7 @@ def count_over_ranks(router: Any, gradients: GradientReducer, tokens: TokenShard
 def _add_losses(router: Any, weights: Tensor, *others: Tensor) -> Tensor:
     """A router's `add_losses`, which keeps what it is given for its statistics."""
     counts, dropped, *sums = (each.clone() for each in others)
-    added: Tensor = router.add_losses(weights, counts, dropped, *(sums or (None,)))
-    return added
+    return router.add_losses(weights, counts, dropped, *(sums or (None,)))
 
 
 def _keep(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

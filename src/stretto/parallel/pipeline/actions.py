@@ -21,13 +21,7 @@ from stretto.parallel.layers.dropout import micro_batch_of
 from stretto.parallel.pipeline.activations import Activations
 from stretto.parallel.pipeline.messages import MessageKey, MessageTransport
 from stretto.parallel.pipeline.stages import ModelStages, StagePass
-from stretto.schedules import (
-    Action,
-    MessageDrivenPolicy,
-    PipelineOperation,
-    PipelineSchedule,
-    ServeFirst,
-)
+from stretto.schedules import Action, MessageDrivenPolicy, PipelineOperation, PipelineSchedule, ServeFirst
 
 WAIT_MARK = "stretto waited "
 """In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
@@ -124,7 +118,6 @@ class ActionRunner:
         self.waited = self.message = 0.0
 
     def run_schedule(self, schedule: PipelineSchedule) -> None:
-        """Take the actions of a schedule in its order."""
         actions = schedule.ranks[self.stages.rank]
         last = max((place for place, action in enumerate(actions) if action.operation in (_B, _W)), default=-1)
         for place, action in enumerate(actions):

@@ -42,7 +42,6 @@ class OutputLayouts:
     calls: dict[int | str, list[Any]] = field(default_factory=dict)
 
     def note(self, module: int | str, output: Any) -> None:
-        """Record a module's output."""
         noted = _layout_of(output) if isinstance(output, Tensor) else tree_map(_layout_of, output)
         last = next(reversed(self.calls.values()), None)
         if last is not None and last[-1] == noted:

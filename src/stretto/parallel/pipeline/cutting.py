@@ -232,7 +232,6 @@ class _CallOrder(ast.NodeVisitor):
         self._running: list[str] = []
 
     def follow(self, method: str) -> None:
-        """Visit the code of a method."""
         function = inspect.unwrap(getattr(self._kind, method))
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(function)))

@@ -81,7 +81,6 @@ class TensorLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, data: Tensor) -> Tensor:

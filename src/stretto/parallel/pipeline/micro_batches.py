@@ -63,7 +63,6 @@ class BatchCutter:
         return PipelineStep(calls, rows, size, targets=targets, has_divisor=has_divisor)
 
     def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name."""
         bound = self._signature.bind(*args, **kwargs)
         given = dict(bound.arguments)
         for name, parameter in self._signature.parameters.items():

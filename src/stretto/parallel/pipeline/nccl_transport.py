@@ -60,7 +60,6 @@ class NCCLTransport(GlooTransport):
         return tuple(None if layout is not None and self._is_data(layout) else layout for layout in header.tensors)
 
     def _is_data(self, layout: TensorLayout) -> bool:
-        """True if NCCL can send a tensor."""
         return layout.is_on_gpu
 
     def post_staged(self, destination: int, staged: Staged) -> list[Any]:

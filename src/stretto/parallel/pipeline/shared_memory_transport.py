@@ -216,7 +216,6 @@ class SharedMemoryTransport(MessageTransport):
         return moved
 
     def _prepare(self, peer: int, header: MessageHeader, header_bytes: int) -> "SlicedMessage":
-        """A message to receive, with memory for its tensors."""
         tensors = [None if one is None else self._empty(peer, one) for one in header.tensors]
         return SlicedMessage(
             header, tensors, torch.empty(header_bytes, dtype=torch.uint8, device="cpu"), self._is_in_slots
@@ -333,7 +332,6 @@ class SlicedMessage:
 
 
 def copy_all(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy each (target, source)."""
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
 

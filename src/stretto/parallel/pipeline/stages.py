@@ -115,17 +115,14 @@ class ModelStages:
 
     @property
     def count(self) -> int:
-        """The number of stages of all ranks."""
         return len(self.stage_ranks)
 
     @property
     def mine(self) -> tuple[int, ...]:
-        """This rank's stages, in order."""
         return tuple(stage for stage, rank in enumerate(self.stage_ranks) if rank == self.rank)
 
     @property
     def virtual_stages(self) -> int:
-        """Stages a rank."""
         return len(self.mine)
 
     def must_learn(self, stage: int) -> bool:
@@ -154,7 +151,6 @@ class ModelStages:
                 stage_pass.batch_shape = self.tokens.shape
 
     def begin(self, stage: int, received: Activations | None) -> StagePass:
-        """Begin a forward pass of a stage with the activations of the previous stage."""
         begun = StagePass(stage, self.cuts[stage], self.cuts[stage + 1], self.needs_random_state, received)
         if received is not None:
             begun.batch_shape, begun.layouts = received.batch_shape, received.layouts
@@ -255,10 +251,7 @@ class ModelStages:
         """
         if now.made is None:
             return output
-        shown = tree_map(
-            lambda leaf: leaf.detach().requires_grad_().clone() if _is_constant(leaf) else leaf,
-            output,
-        )
+        shown = tree_map(lambda leaf: leaf.detach().requires_grad_().clone() if _is_constant(leaf) else leaf, output)
         now.made += tensors_of(shown)
         return shown
 

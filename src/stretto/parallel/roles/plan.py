@@ -121,7 +121,6 @@ class PlainPart:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
         return (self.whose or "the model") if self.is_module else self.parameters[0]
 
 

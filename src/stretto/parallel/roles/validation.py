@@ -14,15 +14,7 @@ from stretto.huggingface.formulas import UnknownRolesError, check_loss, embeddin
 from stretto.huggingface.refusals import refusal_of_sharded_sequence
 from stretto.huggingface.roles import refuse_alibi, roles_tried
 from stretto.huggingface.sequence import blocks_of
-from stretto.parallel.roles.plan import (
-    LINEARS,
-    PLAIN,
-    PlainPart,
-    Role,
-    ShardingPlan,
-    experts_sharding,
-    sharding_of,
-)
+from stretto.parallel.roles.plan import LINEARS, PLAIN, PlainPart, Role, ShardingPlan, experts_sharding, sharding_of
 from stretto.parallel.roles.unit_counts import refuse_unnamed_counts
 
 

@@ -64,7 +64,6 @@ class StagePasses(NamedTuple):
     backward_weight: tuple[float, ...]
 
     def of_ranks(self, ranks: Sequence[int], pipe: int) -> tuple[list[float], list[float], list[float]]:
-        """The sums over the stages of each rank."""
         sums = [[0.0] * pipe for _ in self]
         for total, each in zip(sums, self, strict=True):
             for stage, rank in enumerate(ranks):
@@ -220,7 +219,7 @@ def simulate_schedule(plan: PipelineEstimate, count: int, *, has_messages: bool 
     return simulate(_built(schedule.name, pipe, count, schedule.virtual_stages, schedule.extra_warm_up), costs, links)
 
 
-def pipeline_cost(plan: PipelineEstimate, device: Device, rates: Rates, *, replays: bool = False) -> Cost:
+def pipeline_cost(plan: PipelineEstimate, rates: Rates, *, replays: bool = False) -> Cost:
     """The predicted time of a step, and its parts. replays: simulate the schedule, in place of its closed form."""
     config, count, pipe = plan.config, plan.micro_batches, plan.config.grid.pipe
     slack = (0.0,) * pipe

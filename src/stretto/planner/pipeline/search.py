@@ -410,7 +410,7 @@ def make_candidate(
     if device is None:
         cost = paper_pipeline_cost(workload, plan, cluster, rates)
     else:
-        cost = pipeline_cost(plan, device, rates, replays=replays)
+        cost = pipeline_cost(plan, rates, replays=replays)
     check_finite(cost, cluster)
     host = host_memory(workload, config, cluster, memory.parameters, memory.kept_on_host)
     fits = peak(memory.peak) <= limit and host.fits
@@ -433,7 +433,7 @@ def judge_pipeline(
         rates = bandwidths(cluster, config.grid)
         config, attention = choose_way(
             workload, config, device,
-            lambda each: pipeline_cost(estimate(workload, each, device, rates), device, rates),
+            lambda each: pipeline_cost(estimate(workload, each, device, rates), rates),
         )  # fmt: skip
         plan = estimate(workload, config, device, rates)
     memory = pipeline_memory(workload, config, plan.ranks, cluster=cluster)[0]

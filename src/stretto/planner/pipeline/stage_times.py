@@ -40,7 +40,6 @@ class PipelineParts(NamedTuple):
     last: PartTotals
 
     def block(self, *, has_moe: bool) -> PartTotals:
-        """The times of a block."""
         return self.kinds[-1 if has_moe else 0]
 
     def blocks(self, count: int, moe_blocks: int) -> PartTotals:
@@ -51,7 +50,6 @@ class PipelineParts(NamedTuple):
 
     @property
     def all_blocks(self) -> PartTotals:
-        """The times of all blocks of the model together."""
         return self.blocks(len(self.pattern), sum(self.pattern))
 
 
@@ -79,7 +77,6 @@ class StageLayout(NamedTuple):
     pattern: tuple[bool, ...] = ()
 
     def blocks(self, stage: int) -> int:
-        """Return the number of a stage's blocks."""
         return self.cuts[stage + 1] - self.cuts[stage]
 
     def moe_blocks(self, stage: int) -> int:
@@ -130,7 +127,6 @@ def stage_workload(workload: StepWorkload, stages: RankStages) -> StepWorkload:
 
 @lru_cache(maxsize=1024)
 def place_stages(schedule: ScheduleChoice, pipe: int) -> tuple[int, ...]:
-    """The rank of each stage."""
     return place_in_v(pipe) if schedule.name in V_SHAPED else place_in_loops(pipe, schedule.virtual_stages)
 
 
@@ -160,7 +156,6 @@ def _cut(pattern: tuple[bool, ...], stages: int, dense: float, first: float, las
 
 
 def stages_of_ranks(layout: StageLayout, pipe: int) -> list[RankStages]:
-    """The stages of each rank."""
     of_ranks: list[list[int]] = [[] for _ in range(pipe)]
     for stage, rank in enumerate(layout.ranks):
         of_ranks[rank].append(stage)
@@ -171,7 +166,6 @@ def stages_of_ranks(layout: StageLayout, pipe: int) -> list[RankStages]:
 
 
 def times_of_rank(parts: PipelineParts, stages: RankStages) -> PartTotals:
-    """The times of all stages of a rank together."""
     times = parts.blocks(sum(stages.blocks), sum(stages.moe_blocks))
     times = times.plus(parts.first) if stages.is_first else times
     return times.plus(parts.last) if stages.is_last else times
@@ -281,8 +275,7 @@ def message_times(workload: StepWorkload, config: StepConfig, cluster: Cluster) 
     grid, num_bytes = config.grid, message_bytes(workload, config)
     known = {
         leaves: HopTimes(
-            message_latency(cluster, leaves=leaves),
-            num_bytes / message_rate(cluster, grid, leaves=leaves),
+            message_latency(cluster, leaves=leaves), num_bytes / message_rate(cluster, grid, leaves=leaves)
         )
         for leaves in {leaves_node(cluster, grid, rank) for rank in range(grid.pipe)}
     }

@@ -100,7 +100,6 @@ SCALARS: dict[str, ScalarType] = {
 
 
 def encode_value(scalar: ScalarType, number: int, value: Any) -> bytes:
-    """Encode a field of one value, its tag included."""
     data = scalar.encode(value)
     if scalar.wire_type == WireType.LENGTH_DELIMITED:
         return encode_bytes(number, data)
@@ -139,7 +138,6 @@ def expect_bytes(number: int, wire_type: WireType, value: int | bytes, offset: i
 
 
 def decode_text(data: bytes, offset: int) -> str:
-    """Decode a string. Raises WireError."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -18,14 +18,7 @@ from stretto.simulator.chakra.scalars import (
     expect_bytes,
     expect_number,
 )
-from stretto.simulator.chakra.wire import (
-    WireType,
-    decode_fields,
-    encode_bytes,
-    encode_tag,
-    encode_varint,
-    to_signed,
-)
+from stretto.simulator.chakra.wire import WireType, decode_fields, encode_bytes, encode_tag, encode_varint, to_signed
 
 VERSION = "0.0.4"  # as the schema's own generator writes
 
@@ -184,7 +177,6 @@ def decode_node(data: bytes) -> ChakraNode:
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """Encode the message with which a file begins."""
     version = encode_bytes(1, metadata.version.encode()) if metadata.version else b""
     return version + b"".join(encode_bytes(2, encode_attribute(attribute)) for attribute in metadata.attributes)
 

@@ -70,12 +70,10 @@ def zigzag(value: int) -> int:
 
 
 def unzigzag(value: int) -> int:
-    """Undo `zigzag`."""
     return (value >> 1) ^ -(value & 1)
 
 
 def encode_tag(number: int, wire_type: WireType) -> bytes:
-    """Encode the head of a field."""
     return encode_varint(number << 3 | wire_type)
 
 
@@ -130,8 +128,7 @@ def decode_packed(data: bytes, wire_type: WireType) -> Iterator[int | bytes]:
 
 def unpack(format: str, data: bytes) -> int | float:
     """Decode a number of 4 or 8 bytes, little-endian; `format` as struct's, one letter."""
-    value: int | float = struct.unpack("<" + format, data)[0]
-    return value
+    return struct.unpack("<" + format, data)[0]
 
 
 def pack(format: str, value: int | float) -> bytes:

@@ -29,7 +29,6 @@ class CollectivePhase:
 
     @property
     def messages(self) -> int:
-        """Number of messages that all groups send."""
         return len(self.groups) * sum(each.repeats * len(each.messages) for each in self.pattern.rounds)
 
 
@@ -167,13 +166,7 @@ def add_phase(
             for source, target, part in each.messages:
                 one, other = group[source], group[target]
                 number = add(
-                    one,
-                    other,
-                    part * phase.num_bytes,
-                    after=before[one],
-                    stream=stream,
-                    name=name,
-                    is_ordered=False,
+                    one, other, part * phase.num_bytes, after=before[one], stream=stream, name=name, is_ordered=False
                 )
                 received[other].append(number)
                 sent.setdefault(one, []).append(number)

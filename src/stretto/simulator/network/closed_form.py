@@ -67,7 +67,6 @@ class ClosedFormNetwork:
         arrived: Callable[..., object],
         *arguments: Any,
     ) -> None:
-        """Send a message, as `NetworkModel.send`."""
         queue.at(queue.now + self.message_nanoseconds(source, target, num_bytes), arrived, *arguments)
 
     def reset(self) -> None:

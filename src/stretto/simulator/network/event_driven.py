@@ -31,7 +31,6 @@ class EventDrivenNetwork:
         if packet_bytes is not None and packet_bytes < 1:
             raise ValueError(f"packets of {packet_bytes} bytes: must be at least 1; 4096 would do")
         self.topology = topology
-        self.packet_bytes = packet_bytes
         self._most = math.inf if packet_bytes is None else packet_bytes
         self._truncates = truncates
         self._costs = [(NANOSECONDS / link.bandwidth, link.latency * NANOSECONDS) for link in topology.links]
@@ -64,7 +63,6 @@ class EventDrivenNetwork:
         arrived: Callable[..., object],
         *arguments: Any,
     ) -> None:
-        """Send a message, as `NetworkModel.send`."""
         pair = source, target
         routes = self._routes.get(pair)
         if routes is None:

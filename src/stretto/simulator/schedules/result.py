@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.quantities import whole_nanoseconds
 from stretto.simulator.network import EventDrivenNetwork
 
 
@@ -78,7 +79,7 @@ class ScheduleTime:
         """Return what `stretto collective simulate --json` prints of it: times as whole nanoseconds."""
         return {
             "fidelity": self.fidelity,
-            "time_ns": nanoseconds(self.seconds),
+            "time_ns": whole_nanoseconds(self.seconds),
             "bytes": self.num_bytes,
             "bandwidth": self.bandwidth,
             "tiles": self.tiles,
@@ -88,10 +89,10 @@ class ScheduleTime:
                     "rank": each.rank,
                     "block": each.block,
                     "channel": each.channel,
-                    "busy_ns": nanoseconds(each.busy),
-                    "message_ns": nanoseconds(each.message),
-                    "slot_ns": nanoseconds(each.slot),
-                    "step_ns": nanoseconds(each.step),
+                    "busy_ns": whole_nanoseconds(each.busy),
+                    "message_ns": whole_nanoseconds(each.message),
+                    "slot_ns": whole_nanoseconds(each.slot),
+                    "step_ns": whole_nanoseconds(each.step),
                 }
                 for each in self.blocks
             ],
@@ -100,14 +101,9 @@ class ScheduleTime:
                     "source": each.source,
                     "target": each.target,
                     "bytes": round(each.num_bytes),
-                    "busy_ns": nanoseconds(each.busy),
+                    "busy_ns": whole_nanoseconds(each.busy),
                     "use": each.busy / self.seconds if self.seconds else 0.0,
                 }
                 for each in self.links
             ],
         }
-
-
-def nanoseconds(seconds: float) -> int:
-    """Seconds as whole nanoseconds."""
-    return round(seconds * 1e9)

@@ -109,7 +109,6 @@ def simulate_schedule(
 
 
 def _largest_message(schedule: Schedule) -> int:
-    """The maximum number of chunks in one message."""
     return max(
         (
             step.size
@@ -157,9 +156,5 @@ def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_netwo
         max((now.busy - then.busy for now, then in zip(blocks, result.blocks, strict=True)), default=0.0),
     )
     return replace(
-        result,
-        seconds=result.seconds + added,
-        events=whole.events + half.events,
-        blocks=tuple(blocks),
-        links=links,
+        result, seconds=result.seconds + added, events=whole.events + half.events, blocks=tuple(blocks), links=links
     )

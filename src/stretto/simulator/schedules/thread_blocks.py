@@ -100,7 +100,6 @@ class TileSimulation:
         self._queue = EventQueue()
         self._network = network
         self._schedule = schedule
-        self._tiles = tiles
         inside = costs.find(protocol, is_in_node=True)
         connections: dict[tuple[int, int, int, int], _Connection] = {}
 

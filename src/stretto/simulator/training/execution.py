@@ -40,7 +40,6 @@ class StageNetwork:
         arrived: Callable[..., object],
         *arguments: Any,
     ) -> None:
-        """Send a message, as `NetworkModel.send`."""
         channel = source, target
         latency, each = self._costs[channel]
         end = max(queue.now, self._free.get(channel, 0.0)) + num_bytes * each * NANOSECONDS
@@ -48,7 +47,6 @@ class StageNetwork:
         queue.at(end + latency * NANOSECONDS, arrived, *arguments)
 
     def reset(self) -> None:
-        """Empty all channels."""
         self._free.clear()
 
 

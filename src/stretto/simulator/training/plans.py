@@ -29,11 +29,7 @@ def step_of_plan(
 ) -> StepConfig:
     """The configuration that a plan predicts, with options that it lacks. state: except for its location."""
     options = ExecutionOptions(
-        Overlap.parse(overlap),
-        plan.reshard,
-        plan.recompute,
-        plan.shard_sequence,
-        drop_duplicates=drop_duplicates,
+        Overlap.parse(overlap), plan.reshard, plan.recompute, plan.shard_sequence, drop_duplicates=drop_duplicates
     )
     schedule = None
     if plan.schedule is not None:

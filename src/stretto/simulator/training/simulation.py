@@ -258,7 +258,6 @@ def simulate_step(
 
 
 def _stage_network(programs: StepPrograms, lowered: LoweredStep, factors: RankFactors | None) -> StageNetwork:
-    """The channels of all messages between stages."""
     costs: dict[tuple[int, int], tuple[float, float]] = {}
     sent = {operation.sent for program in programs.ranks for operation in program if operation.sent is not None}
     places = len(lowered.devices) // len(programs.ranks)

@@ -187,7 +187,6 @@ class RankRecorder:
             self._count_block()
 
     def _play(self, recorded: Pass, weights: WeightGathers | None = None) -> None:
-        """Issue a pass. weights: gathered during it."""
         tape, started = self.tape, dict[int, int | None]()
         for place, step in enumerate(recorded):
             match step:

@@ -12,11 +12,7 @@ from stretto.simulator.network.clusters import is_switched
 from stretto.simulator.training.lowering import RankFactors
 from stretto.simulator.training.simulation import Fidelity, StepSimulation, simulate_step
 
-CHANGES = {
-    "nic": "one more NIC on each node",
-    "gpu": "GPUs that compute twice as fast",
-    "link": "a lost link",
-}
+CHANGES = {"nic": "one more NIC on each node", "gpu": "GPUs that compute twice as fast", "link": "a lost link"}
 
 
 @dataclass(frozen=True)

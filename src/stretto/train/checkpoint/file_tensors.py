@@ -57,8 +57,7 @@ class PlainTensor:
 
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> "Tensor":
         box = zip(offsets, sizes, strict=True)
-        values: Tensor = self.opened[tuple(slice(start, start + length) for start, length in box)]
-        return values
+        return self.opened[tuple(slice(start, start + length) for start, length in box)]
 
     def copy_into(self, values: "Tensor", offsets: Sequence[int]) -> None:
         values.copy_(self.read(offsets, values.shape))

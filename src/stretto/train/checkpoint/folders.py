@@ -160,5 +160,4 @@ def _fault(path: Path) -> str | None:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint's folder."""
     return int(path.name.removeprefix("step-"))

@@ -164,7 +164,6 @@ class CheckpointMetadata(BaseModel):
     tensors: dict[str, TensorEntry]
 
     def to_bytes(self) -> bytes:
-        """The text of `metadata.json`, with its checksum."""
         if self.format == WITHOUT_CHECKSUMS:
             return self.model_dump_json(exclude_none=True, exclude={"files"}).encode()
         return seal(self.model_copy(update={"checksum": to_text(0)}).model_dump_json().encode())

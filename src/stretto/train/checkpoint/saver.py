@@ -90,7 +90,6 @@ class Saver:
 
     @property
     def is_async(self) -> bool:
-        """True if checkpoints are written asynchronously."""
         return self._is_async
 
     def prepare(self, state: Mapping[str, ShardedState]) -> None:

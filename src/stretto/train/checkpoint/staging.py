@@ -74,7 +74,6 @@ class Ownership:
             self.bytes_of_ranks[owner] += held[owner][key]
 
     def part_of(self, rank: int, state: Mapping[str, ShardedState]) -> dict[str, ShardedState]:
-        """Find what a rank writes of its state."""
         parts = {}
         for name, whole in state.items():
             boxes = tuple(box for box in whole.boxes if self.owners[Key(name, box.offsets)] == rank)
@@ -94,7 +93,6 @@ class Staging:
 
     @property
     def num_bytes(self) -> int:
-        """The memory that has been reserved."""
         return sum(buffer.numel() for buffer in self._buffers.values())
 
     def reserve(self, state: Mapping[str, ShardedState]) -> None:

@@ -230,13 +230,13 @@ def _list_unknown(result: VerificationResult, known: set[str]) -> None:
 def _verify_weights(path: Path, file: Path) -> VerificationResult:
     """Verify a safetensors file, or those of an index."""
     try:
-        return _verify_files(path, files_of_index(file), is_sealed=file.suffix == ".json")
+        return _verify_files(path, files_of_index(file))
     except DamagedError as error:
         damage = Damage(file.name, None, 0, file.stat().st_size, str(error))
         return VerificationResult(path, "safetensors", damages=[damage])
 
 
-def _verify_files(path: Path, files: Sequence[Path], *, is_sealed: bool = False) -> VerificationResult:
+def _verify_files(path: Path, files: Sequence[Path]) -> VerificationResult:
     result = VerificationResult(path, f"safetensors, {len(files)} file{'s' if len(files) > 1 else ''}")
     for file in files:
         if not file.is_file():

@@ -75,7 +75,6 @@ class DataConfig(Section):
 
 
 def _check_recompute(mode: str) -> str:
-    """Refuse unknown modes of recomputation."""
     try:
         Recomputation.parse(mode)
     except ValueError as error:

@@ -156,7 +156,6 @@ def _takes_text(annotation: Any) -> bool:
 
 
 def _merge(target: dict[str, Any], source: Mapping[str, Any], origin: str, prefix: str = "") -> None:
-    """Merge `source` into `target`, section by section."""
     for key, value in source.items():
         if not isinstance(value, Mapping):
             target[key] = value

@@ -50,7 +50,6 @@ class TokenStream:
 
     @property
     def tokens(self) -> int:
-        """The number of ids in the stream."""
         return int(self._ends[-1])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -122,7 +121,6 @@ class TokenStream:
         return index, position - int(self._ends[index]) + self.segments[index].tokens
 
     def _read_part(self, index: int, offset: int, count: int) -> NDArray[Any]:
-        """Read `count` ids of one segment from its id `offset` on."""
         dtype = np.dtype(self.segments[index].dtype)
         return np.frombuffer(self._file(index).read(offset * dtype.itemsize, count * dtype.itemsize), dtype)
 

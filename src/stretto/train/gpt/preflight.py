@@ -199,7 +199,7 @@ def _open(config: TrainConfig, path: str | list[str], weights: list[float] | Non
 
 def _paths(config: TrainConfig, path: str | list[str]) -> list[str]:
     paths = [path] if isinstance(path, str) else path
-    return [str(_python_docs(config.out)) if each == PYTHON_DOCS else each for each in paths]
+    return [str(write_demo_corpus(config.out / f"{each}.txt")) if each == PYTHON_DOCS else each for each in paths]
 
 
 def build_source(config: TrainConfig, dataset: SequenceDataset, folder: HuggingFaceSource | None) -> ModelSource:
@@ -419,7 +419,3 @@ def _check_grid(config: TrainConfig, source: ModelSource) -> None:
         near = nearest_grid(config.grid, config.ranks, lambda sizes: why_impossible(architecture, sizes, batch) is None)
         would = f"no grid of {config.ranks} ranks can: take fewer" if near is None else f"the grid {near} would do"
         raise ValueError(f"the grid {name_grid(config.grid.sizes())} cannot hold the model: {why}; {would}")
-
-
-def _python_docs(out: Path) -> Path:
-    return write_demo_corpus(out / f"{PYTHON_DOCS}.txt")

@@ -439,5 +439,4 @@ def subtract(busy: Intervals, other: Intervals) -> Intervals:
 
 
 def total(intervals: Intervals) -> float:
-    """The total length of merged intervals."""
     return sum(end - start for start, end in intervals)

@@ -164,7 +164,6 @@ def _identify_gloo_threads(grid: Grid) -> None:
 
 
 def _describe(timeline: Timeline) -> str:
-    """Format a timeline as a line for the log."""
     first, last = timeline.steps[0].number, timeline.steps[-1].number
     which = f"steps {first} and {last}" if first != last else f"step {first}"
     exposed = [f"{axis} {seconds * 1e3:.1f}" for axis, seconds in timeline.exposed_by_axis.items() if seconds]

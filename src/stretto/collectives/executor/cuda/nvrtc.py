@@ -94,7 +94,6 @@ class Function:
 
     @property
     def handle(self) -> int:
-        """The driver's handle of the kernel."""
         return self._handle
 
     def parameters(self) -> tuple[int, ...]:
@@ -106,7 +105,6 @@ class Function:
         return self._at[name]
 
     def set(self, name: str, value: int) -> None:
-        """Set a parameter for all following launches."""
         self._values[self._at[name]] = value
 
     def launch(self, blocks: int, threads: int, *, is_cooperative: bool = False, stream: int | None = None) -> None:

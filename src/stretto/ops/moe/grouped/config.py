@@ -126,6 +126,5 @@ def _find_obstacle(n: int, operands: tuple[Tensor, ...]) -> str | None:
 
 
 def require_implementation(implementation: str) -> None:
-    """ValueError for an unknown name."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}")

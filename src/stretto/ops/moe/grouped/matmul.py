@@ -226,7 +226,6 @@ def _leave_room(room: int) -> Iterator[None]:
 
 
 def take_rows(rows: Tensor, tokens: Tensor | None) -> Tensor:
-    """rows[tokens], or rows without tokens."""
     return rows if tokens is None else rows.index_select(0, tokens)
 
 

@@ -35,12 +35,7 @@ from stretto.collectives.executor.cuda.copy_engine.planner import (
 from stretto.collectives.executor.cuda.fused.program import FusedProgram, lower_to_fused_program
 from stretto.collectives.executor.cuda.variant import Variant, read_sources, require_runnable, write_macros
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace, SymmetricView
-from stretto.collectives.executor.layout import (
-    depends_on_chunk_length,
-    find_aligned_layout,
-    find_layout,
-    find_sizes,
-)
+from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_layout, find_sizes
 from stretto.collectives.schedule import Schedule
 from stretto.memory.copy_engine import CudaCopyStreams
 

@@ -90,7 +90,6 @@ class KernelLaunch(NamedTuple):
     values: tuple[tuple[str, int], ...]
 
     def run(self, stream: int) -> None:
-        """Launch it on the stream with that handle."""
         for name, value in self.values:
             self.kernel.set(name, value)
         self.kernel.launch(self.blocks, self.threads, stream=stream)

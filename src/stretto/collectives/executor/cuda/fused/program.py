@@ -110,7 +110,6 @@ class Level:
 
     @property
     def operations(self) -> int:
-        """The number of operations in it."""
         return len(self.receives) + len(self.loads) + len(self.reduces) + len(self.sends) + len(self.stores)
 
 
@@ -275,7 +274,6 @@ class _Tracer:
         return self._held[rank][place]
 
     def write(self, rank: int, buffer: Buffer, chunk: int, value: int) -> None:
-        """Have a chunk hold a value."""
         if buffer is not Buffer.SCRATCH:
             self._writes.append(((rank, value), chunk))
         self._held[rank][self._place(rank, buffer, chunk)] = value
