@@ -1,7 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m stretto`."""
+"""The command `stretto`, and `python -m stretto`."""
 
-from stretto.cli import main
+
+def main() -> None:
+    """Run the command line. Ctrl-C ends it without a traceback also while its modules are imported."""
+    try:
+        from stretto.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
 
 if __name__ == "__main__":
     main()

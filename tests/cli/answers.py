@@ -221,6 +221,7 @@ ANSWERS = (
     Answer("checkpoint list nowhere", REFUSED, "name the folder of a run"),
     Answer("checkpoint list small-run", DONE, "step-00000003"),
     Answer("checkpoint show broken-checkpoint", REFUSED, "is damaged"),
+    Answer("checkpoint show loop", REFUSED, "loop"),
     Answer("checkpoint show small-run --tensors", DONE, "model.weight [2] float32"),
     Answer("probe --out .", REFUSED, "--out is '.', which is a folder: name a file"),
     Answer("collective compile ring-all-reduce --ranks 4 -o nowhere/r.xml", REFUSED, "nowhere is not a folder"),
@@ -301,6 +302,7 @@ def write_files(folder: Path) -> None:
     (folder / "pipeline.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
     (folder / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
     (folder / "broken.csv").write_text("0F0,0B0\n1F0,1X0\n")
+    (folder / "loop").symlink_to("loop")
     (folder / "broken-checkpoint").mkdir()
     (folder / "broken-checkpoint" / "metadata.json").write_text('{"format": ')
     write_checkpoint(folder / "small-run" / "checkpoints" / "step-00000003")

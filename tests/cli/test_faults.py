@@ -3,8 +3,11 @@
 
 import importlib
 import os
+import runpy
+import signal
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 from tests.cli.test_commands import stretto_command
@@ -39,6 +42,20 @@ def test_an_output_that_is_full_ends_a_command_with_a_line(command: str) -> None
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "stretto: output: No space left on device"
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "status"), [('"$@" >&-', 0), ('{ sleep 0.1; "$@"; echo $? >&2; } | :', 128 + signal.SIGPIPE)]
+)
+def test_an_output_that_is_closed_is_none_and_a_reader_that_has_ended_ends_the_command(script, status):
+    command = [shared_server().python, "-m", "stretto", "cluster", "list"]
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, f"{int(status)}\n" if status else "")
 
 
 def test_a_reader_that_has_ended_is_told_nothing() -> None:
@@ -87,3 +104,15 @@ def test_doctor_reports_what_else_works_where_one_look_fails(monkeypatch: pytest
     assert status == 0
     assert "fail - cannot be looked at: libtorch_cpu.so: failed to map segment" in text
     assert "cache" in text
+
+
+def test_ctrl_c_ends_a_command_whose_modules_are_still_imported_without_a_traceback(monkeypatch):
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt if name == "main" else AttributeError
+
+    module = ModuleType("stretto.cli")
+    module.__getattr__ = interrupt
+    monkeypatch.setitem(sys.modules, "stretto.cli", module)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("stretto", run_name="__main__")
+    assert ended.value.code == 128 + signal.SIGINT

@@ -138,24 +138,25 @@ def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
         assert "from this rank's rows alone" in refusal
 
 
-def means() -> tuple[float, float, list[str]]:
-    """A mean over this rank's rows, the one that it becomes, and the errors for cross-entropies of other kinds."""
+def means() -> tuple[float, tuple[float, float], list[str]]:
+    """A mean over all rows, those that means over this rank's become, and errors for cross-entropies of other kinds."""
     grid, generator = Grid(z=2), torch.Generator().manual_seed(SEED)
     logits, labels = torch.randn(4, 6, generator=generator), torch.tensor([1, -100, 5, 0])
     rows = my_rows(grid, 4)
     refusals = []
     with MeansOverBatch(grid):
         mean = F.cross_entropy(logits[rows], labels[rows]).item()
+        likelihood = F.nll_loss(F.log_softmax(logits[rows], -1), labels[rows]).item()  # ProphetNet's
         for change in ({"weight": torch.ones(6)}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
             with pytest.raises(ValueError) as caught:
                 F.cross_entropy(logits[rows], labels[rows], **change)
             refusals.append(str(caught.value))
-    return F.cross_entropy(logits, labels).item(), mean, refusals
+    return F.cross_entropy(logits, labels).item(), (mean, likelihood), refusals
 
 
 def test_the_mean_that_a_models_own_code_takes_is_one_over_the_batch_or_refused(ranks):
-    for expected, mean, refusals in ranks(2).run(means):
-        assert mean == pytest.approx(expected, rel=1e-6)
+    for expected, found, refusals in ranks(2).run(means):
+        assert found == pytest.approx((expected, expected), rel=1e-6)
         assert all("mean_over_batch" in refusal for refusal in refusals)
 
 

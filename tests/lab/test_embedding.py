@@ -40,7 +40,7 @@ def test_mlperfs_tables_go_where_the_least_is_looked_up():
 @pytest.mark.exhaustive
 def test_a_tiny_run_compares_all_peers_and_writes_what_it_has(tmp_path):
     command = [
-        sys.executable, "-m", "stretto.cli", "bench", "embedding", "--ranks", "2", "--cases", "4x2x8x2", "--rows", "9",
+        sys.executable, "-m", "stretto", "bench", "embedding", "--ranks", "2", "--cases", "4x2x8x2", "--rows", "9",
         "--out", str(tmp_path),
     ]  # fmt: skip
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -91,6 +91,8 @@ def test_what_is_no_file_of_lengths_is_refused(tmp_path, text, words):
         read_lengths(tmp_path / "lengths")
     with pytest.raises(ValueError, match="cannot be read"):
         read_lengths(tmp_path / "none")
+    with pytest.raises(ValueError, match="is not a regular file"):  # it has no end
+        read_lengths(Path("/dev/zero"))
     for wrong in ([], [0], 3, PackedDocuments((ROW,))):
         with pytest.raises(ValueError, match=r"documents|length"):
             read_packed(wrong, 64)

@@ -102,12 +102,15 @@ def launch_sparse(name: str) -> Launch:
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
+CAST = 128 + 4 * 2 + 16 * 3, 57344.0, 64, 128
+
+
 def launch_cast(name: str) -> Launch:
     half, fp8 = FLOATS.bfloat16(), FLOATS.to(torch.float8_e5m2)
     arguments: tuple[Any, ...] = {
-        "measure_tiles": (half, None, WORDS, 4096, 1024, 0, 3, 64, 128),
-        "cast_tiles": (half, None, fp8, FLOATS, fp8, FLOATS, 4096, 1024, 4 * 2 + 16 * 3, 57344.0, 64, 128),
-        "find_scales": (FLOATS, FLOATS, 4096, True, 1 / 448, 2.0**-126, 1024),
+        "measure_tiles": (half, None, WORDS, WORDS, 4096, 1024, 0, 2, 64, 128),
+        "cast_tiles": (half, None, fp8, fp8, (WORDS, WORDS), (FLOATS, FLOATS), 4096, 1024, *CAST),
+        "find_scales": (FLOATS, FLOATS, 4096, True, 1 / 448, 1024),
         "measure_groups": (half, WORDS, WORDS, WORDS, 1024, 5, 8, 64, 128),
         "cast_group_tiles": (half, WORDS, WORDS, FLOATS, fp8, 1024, 5, 4096, 57344.0, 8, 64, 128),
     }[name]

@@ -26,7 +26,14 @@ def print_json(values: Mapping[str, Any]) -> None:
 
 
 def print_any_text() -> None:
-    """Make stdout escape characters that its encoding lacks (of a folder's name, say), as stderr does."""
+    """Make stdout escape characters that its encoding lacks (of a folder's name, say), as stderr does.
+
+    Standard streams that were closed (`>&-`) are /dev/null: the next file that is opened would have their numbers.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.open(os.devnull, os.O_RDWR)  # it has the lowest free number
+            setattr(sys, name, open(number, "r+", closefd=False))  # noqa: SIM115  (as long as the process)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
@@ -71,6 +78,10 @@ def reporting_faults() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()  # here, for Python would report what fails at exit with a traceback
+    except SystemExit as end:  # typer's, with status 1, where the command wrote to a reader that had ended
+        if isinstance(end.__context__, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from end
+        raise
     except (ImportError, MemoryError, OSError) as error:
         if isinstance(error, ImportError) and not re.search("failed to map|cannot allocate", str(error)):
             raise

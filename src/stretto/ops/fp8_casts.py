@@ -7,7 +7,9 @@ on a GPU one kernel writes both. Micikevicius et al., FP8 Formats for Deep Learn
 weights, e5m2, which has a wider range, for gradients.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -16,13 +18,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from stretto.ops.gemm import Scales
+from stretto.ops.operator import define_operator
 from stretto.ops.scaled import multiply_scaled
 from stretto.tiles.launches import launch_cached
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 GRAIN = 16  # numbers: torch's fp8 products take multiples of it
 _MANTISSA = (1 << 23) - 1
-_GRAIN = tl.constexpr(GRAIN)
+_GRAIN, _TINY = tl.constexpr(GRAIN), tl.constexpr(torch.finfo(torch.float32).tiny)
 _BLOCK_M, _BLOCK_N = 64, 128
 _BLOCK_SCALES = 1024
 
@@ -43,7 +46,7 @@ def find_scale(largest: Tensor, dtype: torch.dtype, *, is_power_of_two: bool) ->
     if _suits_kernel(largest):  # in place of seven launches for each operand, which the host takes 50 us for
         largest = largest.float().contiguous()
         found, count = torch.empty_like(largest), largest.numel()
-        sizes = {"REST": 1 / torch.finfo(dtype).max, "TINY": torch.finfo(torch.float32).tiny, "BLOCK": _BLOCK_SCALES}
+        sizes = {"REST": 1 / torch.finfo(dtype).max, "BLOCK": _BLOCK_SCALES}
         with torch.cuda.device_of(largest):
             programs = triton.cdiv(count, _BLOCK_SCALES)
             launch_cached(find_scales, programs, largest, found, count, IS_POWER=is_power_of_two, **sizes)
@@ -65,16 +68,21 @@ def find_largest(x: Tensor, dims: tuple[int, ...], scale: Tensor | None = None) 
     if not _suits_kernel(x):
         x = x if scale is None else x.float() * scale
         return torch.linalg.vector_norm(x, torch.inf, dims, keepdim=True).float()
-    shape = [1 if dim in dims else size for dim, size in enumerate(x.shape)]
-    bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
+    bits = torch.zeros(
+        [1 if dim in dims else size for dim, size in enumerate(x.shape)], dtype=torch.int32, device=x.device
+    )
+    _measure(x, scale, bits, None)
+    return bits.view(torch.float32)
+
+
+def _measure(x: Tensor, scale: Tensor | None, largest: Tensor, by_columns: Tensor | None) -> None:
     x, scale = x.contiguous(), None if scale is None else scale.contiguous()
     with torch.cuda.device_of(x):
         programs, sizes = _programs(x)
         launch_cached(
-            measure_tiles, programs, x, scale, bits, *sizes, SCALE=_kind(scale), KIND=_kind(bits),
+            measure_tiles, programs, x, scale, largest, by_columns, *sizes, SCALE=_kind(scale), KIND=_kind(largest),
             BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
-    return bits.view(torch.float32)
 
 
 def cast_scaled(
@@ -92,33 +100,64 @@ def cast_scaled(
     by_rows, by_columns: fp32, of as many dims as x, each of x's size or 1. m of the transposed is padded with zeros to
     a multiple of 16, since products sum over it. scale: x's own factors, if x is fp8. out: where to write the first.
     """
-    rows, columns = x.shape[-2], x.shape[-1]
-    padded = -(-rows // GRAIN) * GRAIN
     if not _suits_kernel(x):
         wide = x.float() if scale is None else x.float() * scale
-        cast = None if by_rows is None else _saturate(wide * by_rows.reciprocal(), dtype)
-        if cast is not None and out is not None:
-            cast = out.copy_(cast)
+        data = None if by_rows is None else _saturate(wide * by_rows.reciprocal(), dtype)
+        if data is not None and out is not None:
+            data = out.copy_(data)
         if by_columns is None:
-            return cast, None
+            return data, None
         turned = _saturate(wide * by_columns.reciprocal(), dtype).transpose(-1, -2)
-        return cast, F.pad(turned.view(torch.uint8), (0, padded - rows)).contiguous().view(dtype)
-    x = x.contiguous()
+        return data, F.pad(turned.view(torch.uint8), (0, -x.shape[-2] % GRAIN)).contiguous().view(dtype)
+    scale, by_rows, by_columns = (None if each is None else each.contiguous() for each in (scale, by_rows, by_columns))
+    return _cast(x.contiguous(), scale, by_rows, by_columns, dtype, out)
+
+
+def _cast(
+    x: Tensor,
+    scale: Tensor | None,
+    by_rows: Tensor | None,
+    by_columns: Tensor | None,
+    dtype: torch.dtype,
+    out: Tensor | None,
+    found: Sequence[Tensor] = (),
+) -> tuple[Tensor | None, Tensor | None]:
+    """`cast_scaled` by a kernel. found: where it writes the factors (of all, or of rows and of columns), if these are
+    magnitudes."""
     first: Tensor | None = out
     second: Tensor | None = None
     if by_rows is not None and out is None:
         first = torch.empty(x.shape, dtype=dtype, device=x.device)
     if by_columns is not None:
-        second = torch.empty(*x.shape[:-2], columns, padded, dtype=dtype, device=x.device)
-    scale, by_rows, by_columns = (None if each is None else each.contiguous() for each in (scale, by_rows, by_columns))
+        padded = -(-x.shape[-2] // GRAIN) * GRAIN
+        second = torch.empty(*x.shape[:-2], x.shape[-1], padded, dtype=dtype, device=x.device)
+    factors = (by_columns if by_rows is None else by_rows, by_rows if by_columns is None else by_columns)
+    scales = (found[0], found[-1]) if found else factors
     with torch.cuda.device_of(x):
         programs, sizes = _programs(x)
         launch_cached(
-            cast_tiles, programs, x, scale, first, by_rows, second, by_columns, *sizes,
-            KINDS=_kind(scale) + 4 * _kind(by_rows) + 16 * _kind(by_columns), LARGEST=torch.finfo(dtype).max,
-            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
+            cast_tiles, programs, x, scale, first, second, factors, scales, *sizes,
+            KINDS=_kind(scale) + 4 * _kind(by_rows) + 16 * _kind(by_columns) + 64 * len(found),
+            LARGEST=torch.finfo(dtype).max, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N,
         )  # fmt: skip
     return first, second
+
+
+def cast_both(x: Tensor, dtype: torch.dtype, *, has_one_scale: bool) -> tuple[ScaledMatrix, ScaledMatrix]:
+    """x [m, n] as fp8 rows [m, n] and columns [n, m], m padded as in `cast_scaled`: by one scale, or by powers of two
+    for each row of each. Kernels read x twice: to measure it for both, and to write both."""
+    dims = ((-2, -1),) if has_one_scale else ((-1,), (-2,))
+    if not _suits_kernel(x):
+        found = [find_scale(find_largest(x, each), dtype, is_power_of_two=not has_one_scale) for each in dims]
+        rows, columns = cast_scaled(x, found[0], found[-1], dtype)
+    else:
+        x, (m, n) = x.contiguous(), x.shape
+        bits = torch.zeros(1 if has_one_scale else m + n, dtype=torch.int32, device=x.device)
+        largest = [bits.view(1, 1)] if has_one_scale else [bits[:m, None], bits[None, m:]]
+        _measure(x, None, largest[0], None if has_one_scale else largest[1])
+        found = [torch.empty(each.shape, dtype=torch.float32, device=x.device) for each in largest]
+        rows, columns = _cast(x, None, largest[0], largest[-1], dtype, None, found)
+    return ScaledMatrix(cast(Tensor, rows), found[0]), ScaledMatrix(cast(Tensor, columns), found[-1].view(-1, 1))
 
 
 def place_groups(offsets: Tensor) -> Tensor:
@@ -156,9 +195,22 @@ def multiply(
 
     is_fast: sum with the tensor cores' 14 bits or so alone, as torchao does in the forward pass.
     """
-    m, n = a.data.shape[0], b.data.shape[0]
-    scales = Scales(a.scale.reshape(-1).expand(m), b.scale.reshape(-1).expand(n))
-    return multiply_scaled(a.data, b.data, scales, dtype, bias, is_fast=is_fast)
+    return _multiply(a.data, b.data, a.scale, b.scale, bias, dtype, is_fast)
+
+
+def _run(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype, is_fast: bool
+) -> Tensor:
+    scales = Scales(a_scale.reshape(-1).expand(a.shape[0]), b_scale.reshape(-1).expand(b.shape[0]))
+    return multiply_scaled(a, b, scales, dtype, bias, is_fast=is_fast)
+
+
+_multiply = define_operator(
+    "multiply_fp8",
+    _run,
+    fake=lambda a, b, dtype: a.new_empty(a.shape[0], b.shape[0], dtype=dtype),
+    count_flops=lambda a, b: 2 * a[0] * prod(b),
+)
 
 
 def _suits_kernel(x: Tensor) -> bool:
@@ -208,20 +260,33 @@ def _load_factors(factors, batch, row, column, m, n, KIND: tl.constexpr):  # typ
     elif KIND == 1:
         found = tl.load(factors + batch)
     elif KIND == 2:
-        found = tl.load(factors + batch * m + row, mask=row < m, other=1.0)
+        found = tl.load(factors + batch * m + row, mask=row < m, other=1)
     else:
-        found = tl.load(factors + batch * n + column, mask=column < n, other=1.0)
+        found = tl.load(factors + batch * n + column, mask=column < n, other=1)
     return found
 
 
 @triton.jit
+def _store_factors(factors, value, row, column, m, n, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The reverse of `_load_factors` for one matrix."""
+    if KIND == 0:
+        tl.store(factors, value)
+    elif KIND == 2:
+        tl.store(factors + row, value, mask=row < m)
+    else:
+        tl.store(factors + column, value, mask=column < n)
+
+
+@triton.jit
 def measure_tiles(  # type: ignore[no-untyped-def]
-    x, scale, largest, m, n, SCALE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+    x, scale, largest, by_columns, m, n,
+    SCALE: tl.constexpr, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """largest = max(largest, |x * scale|), for factors of a KIND (`_load_factors`); SCALE: that of `scale`.
 
-    Magnitudes are compared as integers, in whose order NaN is above infinity.
-    Synchronization: programs update `largest`, zeros before, by atomic maxima, of which the order does not matter.
+    by_columns: None, or the same of KIND 3. Bytes: x is read once. Magnitudes are compared as integers, in whose order
+    NaN is above infinity.
+    Synchronization: programs update magnitudes, zeros before, by atomic maxima, of which the order does not matter.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:
@@ -233,45 +298,61 @@ def measure_tiles(  # type: ignore[no-untyped-def]
         tl.atomic_max(largest + batch * n + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
     else:
         tl.atomic_max(largest + batch * KIND, tl.max(tl.max(bits, 1), 0), sem="relaxed")
+    if by_columns is not None:
+        tl.atomic_max(by_columns + batch * n + column, tl.max(bits, 0)[None, :], mask=column < n, sem="relaxed")
 
 
 @triton.jit
 def find_scales(  # type: ignore[no-untyped-def]
-    largest, scale, count, IS_POWER: tl.constexpr, REST: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr
+    largest, scale, count, IS_POWER: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr
 ):
     """scale [count] of these largest magnitudes, as `find_scale` has it. Synchronization: none: numbers are a program's
     own."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(largest + at, mask=at < count, other=1.0) * REST
-    value = tl.where(value < TINY, TINY, value)  # NaN stays NaN
+    value = tl.load(largest + at, mask=at < count, other=1.0)
+    tl.store(scale + at, _to_scale(value, IS_POWER, REST), mask=at < count)
+
+
+@triton.jit
+def _to_scale(largest, IS_POWER: tl.constexpr, REST: tl.constexpr):  # type: ignore[no-untyped-def]
+    value = largest * REST
+    value = tl.where(value < _TINY, _TINY, value)  # NaN stays NaN
     if IS_POWER:
         bits = value.to(tl.int32, bitcast=True)
         up = (bits + 0x7FFFFF) & -0x800000
         value = tl.where((bits & 0x7F800000) == 0x7F800000, bits, up).to(tl.float32, bitcast=True)
-    tl.store(scale + at, value, mask=at < count)
+    return value
 
 
 @triton.jit
 def cast_tiles(  # type: ignore[no-untyped-def]
-    x, scale, by_rows, row_factors, by_columns, column_factors, m, n,
+    x, scale, by_rows, by_columns, factors, scales, m, n,
     KINDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """by_rows [batch, m, n] = x * scale / row_factors, by_columns [batch, n, m] = (x * scale / column_factors).T.
+    """by_rows [batch, m, n] = x * scale / factors[0], by_columns [batch, n, m] = (x * scale / factors[1]).T.
 
-    m of by_columns is padded to a multiple of 16, with zeros. KINDS: of scale, + 4 x row_factors', + 16 x
-    column_factors'. Bytes: x is read once. Synchronization: none: programs own their tiles.
+    m of by_columns is padded to a multiple of 16, with zeros. KINDS: of scale, + 4 x the first factors', + 16 x the
+    second's, + 64 if factors are magnitudes, as integers, of which the one factor goes to `scales`, + 128 if powers of
+    two do. Bytes: x is read once.
+    Synchronization: none: programs own their tiles; those that have a factor in common write the same number.
     """
     value, batch, row, column = _load_tile(x, m, n, BLOCK_M, BLOCK_N)
     if scale is not None:
         value *= _load_factors(scale, batch, row, column, m, n, KINDS % 4)
     if by_rows is not None:
-        factors = _load_factors(row_factors, batch, row, column, m, n, KINDS // 4 % 4)
-        found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_rows.dtype.element_ty)
+        factor = _load_factors(factors[0], batch, row, column, m, n, KINDS // 4 % 4)
+        if KINDS >= 64:
+            factor = _to_scale(factor.to(tl.float32, bitcast=True), KINDS // 128, 1.0 / LARGEST)
+            _store_factors(scales[0], factor, row, column, m, n, KINDS // 4 % 4)
+        found = _saturate_tile(value * tl.div_rn(1.0, factor), LARGEST).to(by_rows.dtype.element_ty)
         tl.store(by_rows + (batch * m + row) * n + column, found, mask=(row < m) & (column < n))
     if by_columns is not None:
         padded = tl.cdiv(m, _GRAIN) * _GRAIN
-        factors = _load_factors(column_factors, batch, row, column, m, n, KINDS // 16)
-        found = _saturate_tile(value * tl.div_rn(1.0, factors), LARGEST).to(by_columns.dtype.element_ty)
+        factor = _load_factors(factors[1], batch, row, column, m, n, KINDS // 16 % 4)
+        if KINDS >= 64:
+            factor = _to_scale(factor.to(tl.float32, bitcast=True), KINDS // 128, 1.0 / LARGEST)
+            _store_factors(scales[1], factor, row, column, m, n, KINDS // 16 % 4)
+        found = _saturate_tile(value * tl.div_rn(1.0, factor), LARGEST).to(by_columns.dtype.element_ty)
         at = (batch * n + tl.trans(column)) * padded + tl.trans(row)
         tl.store(by_columns + at, tl.trans(found), mask=(tl.trans(row) < padded) & (tl.trans(column) < n))
 

@@ -333,13 +333,8 @@ def multiply_scaled(
             kind, rows, columns = ScalingType.TensorWise, align_scales(rows[:1]), align_scales(columns[:1])
         else:
             kind, rows, columns = ScalingType.RowWise, align_scales(rows)[:, None], align_scales(columns)[None, :]
-        out_dtype = dtype if is_tensorwise and bias is None else torch.bfloat16  # all that the kernels of rows write
-        if torch.compiler.is_compiling():  # Inductor has a lowering of this one alone
-            rows, columns = (rows.reshape(()), columns.reshape(())) if is_tensorwise else (rows, columns)
-            found: Tensor = torch._scaled_mm(
-                x, weight.t(), rows, columns, bias=bias, out_dtype=out_dtype, use_fast_accum=is_fast
-            )
-            return found.to(dtype)
+        writes_all = bias is None and (is_tensorwise or _has_library_by_rows(x.device))
+        out_dtype = dtype if writes_all else torch.bfloat16
         return scaled_mm(
             x, weight.t(), rows, kind, columns, kind, bias=bias, output_dtype=out_dtype, use_fast_accum=is_fast
         ).to(dtype)
@@ -349,9 +344,13 @@ def multiply_scaled(
 
 def _are_aligned(sizes: Sequence[int], tensors: Sequence[Tensor]) -> bool:
     """True if torch's products take a weight of these sizes, and these tensors."""
-    if torch.compiler.is_compiling():  # which has no addresses, and aligns what it allocates
-        return not any(size % _GRAIN for size in sizes)
     return not any(size % _GRAIN for size in (*sizes, *(one.data_ptr() for one in tensors)))
+
+
+def _has_library_by_rows(device: torch.device) -> bool:
+    """True if cuBLAS multiplies by rows; torch's own kernels, elsewhere, write bf16 alone."""
+    version = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
 
 
 def _has_fp8(device: torch.device) -> bool:
@@ -365,7 +364,7 @@ def align_scales(scales: Tensor) -> Tensor:
     algorithm loads scales in vectors and their address is none: the heuristic is not asked with addresses.
     """
     scales = scales.contiguous()
-    return scales.clone() if not torch.compiler.is_compiling() and scales.data_ptr() % _GRAIN else scales
+    return scales.clone() if scales.data_ptr() % _GRAIN else scales
 
 
 def _add(total: Tensor, bias: Tensor | None) -> Tensor:

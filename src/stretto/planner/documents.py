@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+from stretto.cluster import read_bounded
 from stretto.quantities import require_whole
 
 # Size in GiB and mean document in KiB, of the table in the README of github.com/EleutherAI/the-pile (commit 0373f19):
@@ -162,18 +163,14 @@ def read_lengths(path: Path) -> Histogram:
     ValueError, with the line, for a file that has anything else.
     """
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            raise ValueError(
-                f"{path} has more than {_MAX_BYTES >> 20} MiB: give a histogram, a length and a count a line"
-            )
-        lines = path.read_text().splitlines()
+        lines = read_bounded(path, _MAX_BYTES, "lengths, but for a histogram (a length and a count a line),").decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ValueError(
             f"the documents' lengths {str(path)!r} cannot be read: {reason} ('pile' is a known one)"
         ) from None
     found = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(lines.splitlines(), start=1):
         fields = line.split()
         if not fields:
             continue

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
+from stretto.cluster import read_bounded
 from stretto.report.pictures import require_few_boxes
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, SKY, SMALL, drawing
 from stretto.simulator.schedules.joint import Interval, JointTime
 
+MAX_TRACE_BYTES = 4 << 30
 _MOST_NUMBERS = 400
 
 
@@ -32,7 +34,7 @@ def read_call(trace: Path, operator: str) -> TracedCall:
     ValueError for a file that is no trace, or has no such call of a GPU.
     """
     try:
-        content = json.loads(trace.read_text(encoding="utf-8"))
+        content = json.loads(read_bounded(trace, MAX_TRACE_BYTES, "a trace"))
         events = [event for event in content["traceEvents"] if "dur" in event]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{trace} is no trace of torch.profiler: {error}") from error

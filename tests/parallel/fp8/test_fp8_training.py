@@ -205,10 +205,16 @@ def test_experts_train_as_the_reference_and_in_bits_over_z(ranks: MakeRanks) -> 
                 assert all(torch.equal(value, first["weights"][name]) for name, value in other["weights"].items())
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_compiler_traces_the_products_of_one_rank(recipe: str, ranks: MakeRanks) -> None:
-    options = {"fp8": recipe, "masters": False}
+@pytest.mark.parametrize(
+    ("recipe", "masters"),
+    [
+        pytest.param("tensorwise", True, marks=pytest.mark.long),
+        pytest.param("tensorwise", False, marks=pytest.mark.exhaustive),
+        pytest.param("rowwise", True, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_compiler_traces_the_products_of_one_rank(recipe: str, masters: bool, ranks: MakeRanks) -> None:
+    options = {"fp8": recipe, "masters": masters}
     ((plain, traced),) = ranks(1).run(train_all, [({}, options), ({}, options | {"compiles": True})], False)
     assert traced["losses"] == pytest.approx(plain["losses"], rel=1e-3)
     assert distance(traced, plain) < 0.05

@@ -108,6 +108,7 @@ def test_the_command_draws_a_schedule_inside_an_operator(tmp_path):
         (["--sizes", "8x8x8"], "are of --operator"),
         (["--trace", str(picture)], "are of --operator"),
         (["--operator", "all_gather_matmul", "--trace", str(picture)], "is no trace of torch.profiler"),
+        (["--operator", "all_gather_matmul", "--trace", "/dev/zero"], "is not a regular file"),
     ):
         done = CliRunner().invoke(app, ["collective", "show", "ring-all-gather", "--ranks", "4", *given])
         assert done.exit_code == 2

@@ -42,15 +42,16 @@ def current_stream(device: torch.device) -> int | None:
 class GraphFunction:
     """An autograd function of a module that compiled graphs call as one operator.
 
-    It takes `arrange(x, other)`: x, the weight (a parameter whose gradient the function makes itself, or None), the
-    tensor `other` or None, and constants. It returns one tensor of x's shape and dtype, but for the last dim.
+    It takes `arrange(x, *others)`: x, the weight (a parameter whose gradient the function makes itself, or None), the
+    one of the others that may need a gradient or None, and constants. It returns one tensor of x's shape and dtype, but
+    for the last dim.
     keeps_inputs: tells whether a backward pass now keeps what it is given for later.
     """
 
     def __init__(
         self,
         function: type[torch.autograd.Function],
-        arrange: Callable[[Tensor, Tensor | None], tuple[Any, ...]],
+        arrange: Callable[..., tuple[Any, ...]],
         weight: Tensor | None = None,
         keeps_inputs: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -76,13 +77,14 @@ class GraphFunction:
         if self.key.grad_fn is not None:
             self.edges = self.key.grad_fn.next_functions
 
-    def __call__(self, shape: Sequence[int], x: Tensor, *others: Tensor) -> Tensor:
-        """Call the function, which returns a tensor of this shape, in the graph that is being traced."""
+    def __call__(self, shape: Sequence[int], x: Tensor, *others: Tensor, not_saved: int = 0) -> Tensor:
+        """Call the function, which returns a tensor of this shape, in the graph that is being traced. not_saved: of so
+        many inputs, x first, the backward pass needs nothing but x's shape."""
         is_on = torch.is_grad_enabled()
         needs = [is_on and each.requires_grad for each in (self.key, x, *others)]
         # Compilers make one call of two that are alike, but for what is empty: a new number is in no other call.
         this = torch.empty(1, dtype=torch.float64, device="cpu")
-        found: Tensor = torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs)
+        found: Tensor = torch.ops.stretto.record_function(this, self.key, [x, *others], list(shape), needs, not_saved)
         return found
 
 
@@ -164,20 +166,20 @@ class _FunctionCall(_GraphCall):
     """A call of an autograd function, to which it is the context."""
 
     next_functions: tuple[tuple[Any, int], ...] = ()
-    _inputs: tuple[Tensor | None, Tensor | None] = (None, None)
+    _inputs: Sequence[Tensor] = ()
     needs_input_grad: tuple[bool, ...] = ()
 
     def forward(self, inputs: Sequence[Tensor], needs: Sequence[bool]) -> Tensor:
         if any(needs):
             self.next_functions = ((None, 0), *(self.function.edges or ((None, 0),)))
-        x, other = self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
-        y: Tensor = self.function.forward(self, *self.function.arrange(x, other))
-        self._inputs = (None, None)
+        self._inputs = inputs
+        y: Tensor = self.function.forward(self, *self.function.arrange(*inputs))
+        self._inputs = ()
         return y.contiguous()
 
     def backward(self, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]) -> Sequence[Tensor | None]:
-        self.needs_input_grad = (needs[0], False, *needs[1:])
-        self._inputs = inputs[0], inputs[1] if len(inputs) > 1 else None
+        self.needs_input_grad = (needs[0], False, any(needs[1:]))
+        self._inputs = inputs
         try:
             if torch.is_grad_enabled():
                 with torch.no_grad():
@@ -185,12 +187,13 @@ class _FunctionCall(_GraphCall):
             else:
                 of_x, _, of_other, *_ = self.function.backward(self, gradient)
         finally:
-            self._inputs = (None, None)
-        return (of_x, of_other)[: len(inputs)]
+            self._inputs = ()
+        return of_x, *(of_other if need else None for need in needs[1:])
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         """Save tensors: of inputs, which the graph saves, only which they are."""
-        self._saved = [0 if each is self._inputs[0] else each for each in tensors]
+        places = {id(each): place for place, each in enumerate(self._inputs)}
+        self._saved = [places.get(id(each), each) for each in tensors]
         self._versions = _versions_of(self._saved)
 
     @property
@@ -206,7 +209,7 @@ class _FunctionCall(_GraphCall):
                 "a weight of a compiled module has been modified by an inplace operation between its forward and its "
                 "backward pass: take the backward pass first"
             )
-        found = tuple(self._inputs[0] if isinstance(each, int) else each for each in self._saved)
+        found = tuple(self._inputs[each] if isinstance(each, int) else each for each in self._saved)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._saved = []
         return found
@@ -226,16 +229,22 @@ def _call_function(
 
 
 def _differentiate_function(
-    key: Tensor, token: Tensor, inputs: Sequence[Tensor], gradient: Tensor, needs: Sequence[bool]
+    key: Tensor,
+    token: Tensor,
+    inputs: Sequence[Tensor],
+    gradient: Tensor,
+    shape: Sequence[int],
+    needs: Sequence[bool],
 ) -> list[Tensor]:
     call = _calls[int(token)]
     if call.function.keeps_inputs():
         inputs, gradient = [each.clone() for each in inputs], gradient.clone()
     parts = call.backward(inputs, gradient, needs)
     found = [torch.zeros_like(key)]
-    for each, part, need in zip(inputs, parts, needs, strict=True):
+    shapes = [shape, *(each.shape for each in inputs[1:])]
+    for each, size, part, need in zip((gradient, *inputs[1:]), shapes, parts, needs, strict=True):
         if need:
-            part = torch.zeros_like(each) if part is None else part.to(each.dtype).contiguous()
+            part = each.new_zeros(size) if part is None else part.to(each.dtype).contiguous()
         found.append(part if need and part is not None else each.new_empty(0))
     return found
 
@@ -245,30 +254,37 @@ class _RecordedFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, shape: Sequence[int], needs: Sequence[bool], this: Tensor, key: Tensor, *inputs: Tensor
+        ctx: Any,
+        shape: Sequence[int],
+        needs: Sequence[bool],
+        not_saved: int,
+        this: Tensor,
+        key: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.needs = needs
+        ctx.needs, ctx.shape, ctx.not_saved = needs, inputs[0].shape, not_saved
         y, token = torch.ops.stretto.call_function(this, key, inputs, shape, needs)
-        ctx.save_for_backward(key, token, *inputs)
+        ctx.save_for_backward(key, token, *inputs[not_saved:])
         found: Tensor = y
         return found
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         key, token, *inputs = ctx.saved_tensors
+        inputs = [key] * ctx.not_saved + inputs
         if gradient is None:
-            return (None,) * (4 + len(inputs))
+            return (None,) * (5 + len(inputs))
         needs = ctx.needs[1:]
-        of_key, *found = torch.ops.stretto.differentiate_function(key, token, inputs, gradient, needs)
+        of_key, *found = torch.ops.stretto.differentiate_function(key, token, inputs, gradient, ctx.shape, needs)
         parts = [part if need else None for part, need in zip(found, needs, strict=True)]
-        return None, None, None, of_key if ctx.needs[0] else None, *parts
+        return None, None, None, None, of_key if ctx.needs[0] else None, *parts
 
 
 def _record_function(
-    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool]
+    this: Tensor, key: Tensor, inputs: Sequence[Tensor], shape: Sequence[int], needs: Sequence[bool], not_saved: int
 ) -> Tensor:
-    y: Tensor = _RecordedFunction.apply(shape, needs, this, key, *inputs)
+    y: Tensor = _RecordedFunction.apply(shape, needs, not_saved, this, key, *inputs)
     return y
 
 
@@ -290,7 +306,7 @@ _register(
     torch.empty_like,
 )
 _register(
-    "record_function(Tensor this, Tensor key, Tensor[] inputs, SymInt[] shape, bool[] needs) -> Tensor",
+    "record_function(Tensor this, Tensor key, Tensor[] inputs, SymInt[] shape, bool[] needs, int not_saved) -> Tensor",
     _record_function,
 )
 _register(
@@ -302,10 +318,12 @@ _register(
     ),
 )
 _register(
-    "differentiate_function(Tensor key, Tensor token, Tensor[] inputs, Tensor gradient, bool[] needs) -> Tensor[]",
+    "differentiate_function(Tensor key, Tensor token, Tensor[] inputs, Tensor gradient, SymInt[] shape, bool[] needs)"
+    " -> Tensor[]",
     _differentiate_function,
-    lambda key, token, inputs, gradient, needs: [
+    lambda key, token, inputs, gradient, shape, needs: [
         torch.empty_like(key),
-        *(each.new_empty(each.shape if need else 0) for each, need in zip(inputs, needs, strict=True)),
+        gradient.new_empty(shape if needs[0] else 0),
+        *(each.new_empty(each.shape if need else 0) for each, need in zip(inputs[1:], needs[1:], strict=True)),
     ],
 )

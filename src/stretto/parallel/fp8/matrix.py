@@ -7,6 +7,7 @@ powers of two, and all is e4m3. What is not gathered in fp8 is cast from bf16 fo
 """
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -15,7 +16,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS, Fp8Recipe
-from stretto.ops.fp8_casts import E4M3, E5M2, ScaledMatrix, cast_scaled, find_largest, find_scale, multiply
+from stretto.ops.fp8_casts import (
+    E4M3,
+    E5M2,
+    GRAIN,
+    ScaledMatrix,
+    cast_both,
+    cast_scaled,
+    find_largest,
+    find_scale,
+    multiply,
+)
+from stretto.ops.operator import define_operator
 from stretto.parallel.comm.collectives import all_reduce, collective, start_all_reduce
 from stretto.parallel.comm.weight_gathering import GatheredWeight
 from stretto.parallel.layers.linear import LinearPlan, ShardedTokens
@@ -23,15 +35,24 @@ from stretto.parallel.layers.linear import LinearPlan, ShardedTokens
 COMPUTE = torch.bfloat16  # what is not in fp8; outputs and gradients
 
 
+def _dtype_of(recipe: Fp8Recipe, *, is_gradient: bool) -> torch.dtype:
+    return E5M2 if is_gradient and recipe == "tensorwise" else E4M3
+
+
 class ScaledOperand:
     """A matrix [m, k], bf16 or in fp8 already, as an operand of products that sum over k or over m.
 
     x may have more dims before the last. dtype: in which it is cast. group: the ranks that have parts of the m rows, of
-    which one scale is that of all.
+    which one scale is that of all. scale: the one that they have, if it is known.
     """
 
     def __init__(
-        self, x: Tensor | ScaledMatrix, recipe: Fp8Recipe, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+        self,
+        x: Tensor | ScaledMatrix,
+        recipe: Fp8Recipe,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        scale: Tensor | None = None,
     ) -> None:
         self.scale: Tensor | None
         self.x, self.scale = x if isinstance(x, ScaledMatrix) else (x.flatten(0, -2), None)
@@ -39,7 +60,7 @@ class ScaledOperand:
         self.recipe, self.dtype, self.group = recipe, dtype, group
         self._rows = x if isinstance(x, ScaledMatrix) else None
         self._columns: ScaledMatrix | None = None
-        self._one_scale = self.scale if recipe == "tensorwise" else None
+        self._one_scale = scale if self.scale is None else self.scale if recipe == "tensorwise" else None
 
     @property
     def rows(self) -> ScaledMatrix:
@@ -59,13 +80,32 @@ class ScaledOperand:
             self._columns = ScaledMatrix(cast(Tensor, data), scale.mT)
         return self._columns
 
+    @classmethod
+    def of(
+        cls, shape: torch.Size, rows: ScaledMatrix | None, columns: ScaledMatrix | None, recipe: Fp8Recipe
+    ) -> "ScaledOperand":
+        """What was cast before, of x of this shape: rows, columns or both."""
+        known = rows or columns
+        assert known is not None
+        found = cls(known, recipe, known.data.dtype)
+        found.shape, found._rows, found._columns = shape, rows, columns
+        return found
+
     def cast_both(self) -> None:
-        """Make rows and columns in one pass."""
+        """Make rows and columns in one pass, after one that measures both."""
         if self._rows is None and self._columns is None:
-            scale, other = self._scale_over(-1), self._scale_over(-2)
-            data, transposed = cast_scaled(self.x, scale, other, self.dtype)
-            self._rows = ScaledMatrix(cast(Tensor, data), scale)
-            self._columns = ScaledMatrix(cast(Tensor, transposed), other.mT)
+            if (scale := self._one_scale) is None:
+                self._rows, self._columns = cast_both(self.x, self.dtype, has_one_scale=self.recipe == "tensorwise")
+            else:
+                data, transposed = cast_scaled(self.x, scale, scale, self.dtype)
+                self._rows = ScaledMatrix(cast(Tensor, data), scale)
+                self._columns = ScaledMatrix(cast(Tensor, transposed), scale)
+            self.x = self.x.new_empty(0)
+
+    @property
+    def has_columns(self) -> bool:
+        """True if the columns are made."""
+        return self._columns is not None
 
     def free_rows(self) -> None:
         """Keep the columns alone, if they are made."""
@@ -82,6 +122,47 @@ class ScaledOperand:
                 all_reduce(largest, self.group, dist.ReduceOp.MAX)
             self._one_scale = find_scale(largest, self.dtype, is_power_of_two=False)
         return self._one_scale
+
+
+def _cast_matrix(x: Tensor, scale: Tensor | None, is_gradient: bool, wants_columns: bool) -> list[Tensor]:
+    """x [m, k] as fp8 rows and, with wants_columns, columns: by this scale; None: by rows, each with their scales."""
+    recipe: Fp8Recipe = "rowwise" if scale is None else "tensorwise"
+    operand = ScaledOperand(x, recipe, _dtype_of(recipe, is_gradient=is_gradient), scale=scale)
+    if wants_columns:
+        operand.cast_both()
+    found = [operand.rows, operand.columns] if wants_columns else [operand.rows]
+    return [each for matrix in found for each in (matrix if scale is None else matrix[:1])]
+
+
+def _fake_cast_matrix(x: Tensor, scale: Tensor | None, is_gradient: bool, wants_columns: bool) -> list[Tensor]:
+    dtype, (m, k) = _dtype_of("rowwise" if scale is None else "tensorwise", is_gradient=is_gradient), x.shape
+    shapes = [(m, k), (k, -(-m // GRAIN) * GRAIN)][: 1 + wants_columns]
+    found = [[x.new_empty(shape, dtype=dtype), x.new_empty(shape[0], 1, dtype=torch.float32)] for shape in shapes]
+    return [each for matrix in found for each in (matrix if scale is None else matrix[:1])]
+
+
+_cast_in_graph = define_operator("cast_matrix_to_fp8", _cast_matrix, fake=_fake_cast_matrix)
+
+
+def cast_in_graph(x: Tensor, recipe: Fp8Recipe, *, is_gradient: bool, wants_columns: bool) -> list[Tensor]:
+    """x [..., k] in fp8, in a graph that is being traced: rows, then columns, each followed by its scales, or all by
+    the one that they have.
+
+    The compiler measures what has one scale along with the code that makes it. It makes one call of several that are
+    alike, such as those of queries, keys and values.
+    """
+    x = x.detach().flatten(0, -2)
+    if recipe == "rowwise":
+        return _cast_in_graph(x, None, is_gradient, wants_columns)
+    largest = x.abs().amax(-1, keepdim=True).amax(-2, keepdim=True)  # of rows first, as norms and products are made
+    scale = find_scale(largest, _dtype_of(recipe, is_gradient=is_gradient), is_power_of_two=False)
+    return [*_cast_in_graph(x, scale, is_gradient, wants_columns), scale]
+
+
+def take_casts(casts: Sequence[Tensor], recipe: Fp8Recipe) -> tuple[ScaledMatrix, ScaledMatrix | None]:
+    """What `cast_in_graph` has made: rows, and columns if there are some."""
+    rows = ScaledMatrix(casts[0], casts[1 if recipe == "rowwise" else -1])
+    return rows, ScaledMatrix(*casts[-2:]) if len(casts) > 2 else None
 
 
 class OperandCache:
@@ -127,7 +208,8 @@ class Fp8Matrix:
 
 def multiply_fp8(x: ScaledMatrix, matrix: Fp8Matrix, bias: Tensor | None = None) -> Tensor:
     """x [m, k] @ matrix [k, n], + bias."""
-    return multiply(x, matrix.operand(), COMPUTE, bias=bias, is_fast=not matrix.is_flipped)
+    is_fast = not matrix.is_flipped or matrix.recipe == "rowwise"
+    return multiply(x, matrix.operand(), COMPUTE, bias=bias, is_fast=is_fast)
 
 
 @dataclass(frozen=True)
@@ -151,17 +233,34 @@ class Fp8LinearPlan(LinearPlan):
             scale = scale if scale.shape[0] == 1 else self.used(scale)
         return Fp8Matrix(ScaledMatrix(data, scale), self.recipe)
 
-    def left_operand(self, x: Tensor, *, may_share: bool) -> Any:
-        return self.cache.find(x, self.recipe) if may_share else ScaledOperand(x, self.recipe, E4M3)
+    def cast_in_graph(self, x: Tensor, *, wants_columns: bool) -> Sequence[Tensor]:
+        return cast_in_graph(x, self.recipe, is_gradient=False, wants_columns=wants_columns)
+
+    def take_from_graph(self, x: Tensor, casts: Sequence[Tensor]) -> Any:
+        return ScaledOperand.of(x.shape, *take_casts(casts, self.recipe), self.recipe)
+
+    def left_operand(self, x: Any, *, may_share: bool, wants_columns: bool) -> Any:
+        if isinstance(x, ScaledOperand):
+            return x
+        operand = self.cache.find(x, self.recipe) if may_share else ScaledOperand(x, self.recipe, E4M3)
+        if wants_columns:
+            operand.cast_both()
+        return operand
+
+    def saved_input(self, x: Any, left: Any) -> Any:
+        return left.columns if isinstance(left, ScaledOperand) and left.has_columns else x
 
     def gradient_operand(self, gradient: Tensor, *, needs_both: bool) -> Any:
-        operand = ScaledOperand(gradient, self.recipe, self._dtype_with(is_gradient=True))
+        operand = ScaledOperand(gradient, self.recipe, _dtype_of(self.recipe, is_gradient=True))
         if needs_both:
             operand.cast_both()
         return operand
 
     def restore(self, x: Tensor, scale: Tensor | None) -> Any:
-        return x if scale is None else ScaledMatrix(x, scale)
+        if scale is None:
+            return x
+        saved = ScaledMatrix(x, scale)
+        return saved if self.tokens is not None else ScaledOperand.of(x.shape, None, saved, self.recipe)
 
     def gather(self, edge: ShardedTokens, part: Tensor, matrix: Any) -> Any:
         rows = self._part(edge, part, matrix).rows
@@ -217,27 +316,26 @@ class Fp8LinearPlan(LinearPlan):
         return _shaped(y, x.shape)
 
     def multiply_weight_gradient(self, x: Any, gradient: Any, dtype: torch.dtype | None) -> Tensor:
-        right = ScaledOperand(x, self.recipe, E4M3)
+        right = x if isinstance(x, ScaledOperand) else ScaledOperand(x, self.recipe, E4M3)
         if not isinstance(gradient, ScaledOperand):
             gradient = self.gradient_operand(gradient, needs_both=False)
         left, right = (right, gradient) if self.is_transposed else (gradient, right)
-        return multiply(left.columns, right.columns, dtype or COMPUTE, is_fast=False)
+        return multiply(left.columns, right.columns, dtype or COMPUTE, is_fast=self.recipe == "rowwise")
 
     def multiply_traced(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows = x.flatten(0, -2)
-        y = _TracedProduct.apply(rows, weight.t() if self.is_transposed else weight, self.recipe)
+        is_on = torch.is_grad_enabled()
+        wants_columns = is_on and weight.requires_grad, is_on and x.requires_grad
+        weight = weight.t() if self.is_transposed else weight
+        y = _TracedProduct.apply(x.to(COMPUTE).flatten(0, -2), weight, self.recipe, wants_columns)
         y = y.view(*x.shape[:-1], y.shape[-1])
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(COMPUTE)
 
     def _rows(self, x: Any) -> ScaledMatrix:
         return x if isinstance(x, ScaledMatrix) else x.rows
 
     def _part(self, edge: ShardedTokens, part: Tensor, matrix: Any) -> ScaledOperand:
         """This rank's tokens of those that an edge gathers."""
-        return ScaledOperand(part, self.recipe, self._dtype_with(is_gradient=matrix.is_flipped), edge.group)
-
-    def _dtype_with(self, *, is_gradient: bool) -> torch.dtype:
-        return E5M2 if is_gradient and self.recipe == "tensorwise" else E4M3
+        return ScaledOperand(part, self.recipe, _dtype_of(self.recipe, is_gradient=matrix.is_flipped), edge.group)
 
 
 def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -249,23 +347,26 @@ def _shaped(rows: Tensor, shape: torch.Size) -> Tensor:
 
 
 class _TracedProduct(torch.autograd.Function):
-    """x [m, in] @ weight [out, in].T in fp8, of a model on one rank, for a compiler that fuses the casts."""
+    """x [m, in] @ weight [out, in].T in fp8, of a model on one rank. wants_columns: of x and of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Fp8Recipe) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.recipe = recipe
-        return multiply(ScaledOperand(x, recipe, E4M3).rows, ScaledOperand(weight, recipe, E4M3).rows, COMPUTE)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Fp8Recipe, wants_columns: tuple[bool, bool]) -> Tensor:
+        ctx.recipe, ctx.dtype = recipe, weight.dtype
+        (left, x_columns), (right, weight_columns) = (
+            take_casts(cast_in_graph(each.to(COMPUTE), recipe, is_gradient=False, wants_columns=wants), recipe)
+            for each, wants in zip((x, weight), wants_columns, strict=True)
+        )
+        ctx.save_for_backward(*(x_columns or (None, None)), *(weight_columns or (None, None)))
+        return multiply(left, right, COMPUTE)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        recipe: Fp8Recipe = ctx.recipe
-        of_x = of_weight = None
-        left = ScaledOperand(gradient, recipe, E5M2 if recipe == "tensorwise" else E4M3)
-        if ctx.needs_input_grad[0]:
-            rows = ScaledOperand(weight, recipe, E4M3).rows  # as it was multiplied, and not the weight itself
-            of_x = multiply(left.rows, ScaledOperand(rows, recipe, E4M3).columns, COMPUTE, is_fast=False)
-        if ctx.needs_input_grad[1]:
-            of_weight = multiply(left.columns, ScaledOperand(x, recipe, E4M3).columns, COMPUTE, is_fast=False)
-        return of_x, of_weight, None
+        x, x_scale, weight, weight_scale = ctx.saved_tensors
+        is_fast, of_x, of_weight = ctx.recipe == "rowwise", None, None
+        casts = cast_in_graph(gradient, ctx.recipe, is_gradient=True, wants_columns=x is not None)
+        rows, columns = take_casts(casts, ctx.recipe)
+        if weight is not None:
+            of_x = multiply(rows, ScaledMatrix(weight, weight_scale), COMPUTE, is_fast=is_fast)
+        if columns is not None:
+            of_weight = multiply(columns, ScaledMatrix(x, x_scale), ctx.dtype, is_fast=is_fast)
+        return of_x, of_weight, None, None

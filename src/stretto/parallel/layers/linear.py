@@ -164,10 +164,11 @@ class LinearPlan:
         gathered: GatheredInput | None,
         *,
         may_share: bool = False,
+        wants_columns: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """The output of x times `matrix` [in, out]; and x of all tokens, which the weight's gradient needs.
 
-        What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`). may_share:
+        What it makes may be kept for recomputation (`stretto.parallel.comm.kept_outputs`). may_share, wants_columns:
         of `left_operand`.
         """
         if self.is_invariant:
@@ -178,9 +179,9 @@ class LinearPlan:
                 x = gathered.rows
             name = "product" if self.output_reduce_group.size() == 1 else "summed product"
             return keep_output(name, partial(self.multiply_invariantly, x, matrix.t(), bias)), x
-        left = self.left_operand(x, may_share=may_share)
+        left = self.left_operand(x, may_share=may_share, wants_columns=wants_columns)
         if self.sends_nothing and bias is None:
-            return keep_output("product", partial(self.multiply, "output", left, matrix)), x
+            return keep_output("product", partial(self.multiply, "output", left, matrix)), self.saved_input(x, left)
         name = "product" if self.output_reduce_group.size() == 1 else "summed product"
         product: Tensor | None = None
         if isinstance(self.input_edge, ShardedTokens):
@@ -204,7 +205,7 @@ class LinearPlan:
             # is kept must be this tensor: only its version shows that code has written to it.
             return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
-        return keep_output(name, make), x
+        return keep_output(name, make), self.saved_input(x, left)
 
     def _make_output(self, x: Tensor, product: Tensor | None, matrix: Tensor, bias: Tensor | None) -> Tensor:
         """The output of x, of which `product` is the product with `matrix` if a kernel has made it already."""
@@ -255,8 +256,23 @@ class LinearPlan:
         """The field of `GatheredInput` that it shares with other linears."""
         return "rows"
 
-    def left_operand(self, x: Tensor, *, may_share: bool) -> Tensor:
-        """The input as products take it. may_share: with the next linears that take this tensor."""
+    def cast_in_graph(self, x: Tensor, *, wants_columns: bool) -> Sequence[Tensor]:
+        """What products take in place of the input, made in the graph that is being traced, and once of each input: a
+        compiler makes one call of several that are alike. The last two are for the weight's gradient (wants_columns).
+        """
+        return ()
+
+    def take_from_graph(self, x: Tensor, casts: Sequence[Tensor]) -> Tensor:
+        """The input for `left_operand`, with what `cast_in_graph` has made of it."""
+        return x
+
+    def left_operand(self, x: Tensor, *, may_share: bool, wants_columns: bool) -> Tensor:
+        """The input as products take it. may_share: with the next linears that take this tensor. wants_columns: for the
+        weight's gradient, too."""
+        return x
+
+    def saved_input(self, x: Tensor, left: Tensor) -> Tensor:
+        """What to save of the input, of which `left` was made."""
         return x
 
     def gradient_operand(self, gradient: Tensor, *, needs_both: bool) -> Tensor:
@@ -432,7 +448,9 @@ class _Linear3D(torch.autograd.Function):
             weight = plan.shard.gather(parameter, is_recorded=bool(ctx.next_functions))
         # A compiled graph writes to the memory of its tensors unseen.
         may_share = isinstance(ctx, FunctionCtx) and plan.tokens is None
-        y, x = plan.make_output(x, plan.matrix(weight), bias, gathered, may_share=may_share)
+        wants_columns = may_share and ctx.saver is None and bool(ctx.next_functions) and parameter.requires_grad
+        how = {"may_share": may_share, "wants_columns": wants_columns}
+        y, x = plan.make_output(x, plan.matrix(weight), bias, gathered, **how)
         ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
         if ctx.saver is None:
             ctx.save_for_backward(*_pack(x, weight if plan.keeps_weights else None))
@@ -485,15 +503,17 @@ class ParallelLinear(ShardedModule):
         self._features_here = sum(some.stop - some.start for some in plan.used_rows) or rows
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.local_tensors() if self.is_local and x.ndim > 1 else None
+        in_fp8 = self.plan.shard.scaling is not None
+        is_local = self.is_local and x.ndim > 1 and (not in_fp8 or torch.compiler.is_compiling())
+        found = self.local_tensors() if is_local else None
         if found is not None:
             weight, bias = found
             assert weight is not None
             if torch.is_autocast_enabled(x.device.type):
                 self.check_autocast(x)
-            x = x if x.dtype == weight.dtype else self.plan.shard.precision.cast(x)
-            if self.plan.shard.scaling is not None:
+            if in_fp8:
                 return self.plan.multiply_traced(x, weight, bias)
+            x = x if x.dtype == weight.dtype else self.plan.shard.precision.cast(x)
             return F.linear(x, weight.t() if self.plan.is_transposed else weight, bias)
         if not torch.compiler.is_compiling():
             return self.forward_on_grid(x)
@@ -543,7 +563,10 @@ class ParallelLinear(ShardedModule):
             others = (tokens.number_in_graph(part), *bias)
             return self.in_graphs((*tokens.shape, self._features_here), cast(part), *others)
         x = cast(x.unsqueeze(0) if is_row else x)
-        y = self.in_graphs((*x.shape[:-1], self._features_here), x, *bias)
+        wants_columns = torch.is_grad_enabled() and self.weight.requires_grad
+        casts = self.plan.cast_in_graph(x, wants_columns=wants_columns)
+        not_saved = 1 + len(casts) - 2 * wants_columns if casts else 0
+        y = self.in_graphs((*x.shape[:-1], self._features_here), x, *casts, *bias, not_saved=not_saved)
         return y.squeeze(0) if is_row else y
 
     def _in_graphs(self) -> GraphFunction:
@@ -554,10 +577,15 @@ class ParallelLinear(ShardedModule):
             return GraphCode(self._multiply_tokens, self.weight, keeps_inputs=keeps_inputs)
         return GraphFunction(
             _Linear3D,
-            lambda x, bias: (x, self.weight, bias, self.plan, None, None),
+            self._arrange,
             self.weight,
             keeps_inputs=keeps_inputs,
         )
+
+    def _arrange(self, x: Tensor, *others: Tensor) -> tuple[Any, ...]:
+        """The arguments of `_Linear3D` in a graph. others: casts of x, and the bias."""
+        casts, bias = (others, None) if self.bias is None else (others[:-1], others[-1])
+        return self.plan.take_from_graph(x, casts) if casts else x, self.weight, bias, self.plan, None, None
 
     def _multiply_tokens(self, x: Tensor, *others: Tensor) -> Tensor:
         """The output with sequence sharding. others: for a colwise linear the number of its input; then the bias."""

@@ -271,7 +271,8 @@ def is_mean_over_batch(loss: Tensor) -> bool:
 
 
 class MeansOverBatch(TorchFunctionMode):
-    """Replaces the mean cross-entropy of this rank's rows by that of the global batch, wherever Python code calls it.
+    """Replaces the mean cross-entropy, or negative log-likelihood, of this rank's rows by that of the global batch,
+    wherever Python code calls it.
 
     For models whose own code computes a loss from whole logits. Raises ValueError for targets that are not class
     indices, class weights, smoothed labels and other reductions, unless `passes_others`: they stay each rank's own.
@@ -289,19 +290,19 @@ class MeansOverBatch(TorchFunctionMode):
         self.was_computed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.cross_entropy:
+        if func is not F.cross_entropy and func is not F.nll_loss:
             return func(*args, **(kwargs or {}))
         return self._replace(func, args, kwargs or {})
 
     @torch.compiler.disable
     def _replace(self, func: Any, args: Any, kwargs: Any) -> Any:
-        given = inspect.signature(F.cross_entropy).bind(*args, **kwargs)
+        given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         options = given.arguments
         targets = options["target"]
         if (
             options["weight"] is not None
-            or options["label_smoothing"]
+            or options.get("label_smoothing")
             or options["reduction"] != "mean"
             or targets.is_floating_point()
         ):

@@ -124,9 +124,11 @@ class WeightShard:
         return is_plain and self.group.size() > 1 and not self.gradients.has_kept_unsharded
 
     def takes_own_gradient(self, parameter: nn.Parameter) -> bool:
-        """True if this rank has all of the weight, computes with it as it is, and makes its gradient in its dtype."""
-        dtypes = self.precision.compute, self.gradient_dtype(parameter)
-        return self.group.size() == 1 and all(dtype in (None, parameter.dtype) for dtype in dtypes)
+        """True if this rank has all of the weight, computes with it as it is or casts it to fp8, and makes its gradient
+        in its dtype."""
+        gradient, own = self.gradient_dtype(parameter), parameter.dtype
+        is_plain = self.precision.compute in (None, own) and gradient in (None, own)
+        return self.group.size() == 1 and (is_plain or (self.scaling is not None and gradient == own))
 
     def taking(self, parameter: nn.Parameter) -> Callable[[nn.Parameter, Tensor], None]:
         """What takes the gradient of a weight that this rank has all of: the reducer itself where nothing is sent."""

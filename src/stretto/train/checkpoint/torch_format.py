@@ -7,6 +7,7 @@ index's own data classes, and then described as an index of Stretto's (`Checkpoi
 """
 
 import io
+import os
 import pickle
 import re
 from collections.abc import Mapping
@@ -72,7 +73,7 @@ def read_index(path: Path) -> CheckpointMetadata:
 def is_torch_checkpoint(path: Path) -> bool:
     """True if a folder has torch's index but not Stretto's, and is not an incomplete checkpoint of Stretto."""
     is_there = (path / INDEX_FILE).is_file() and not (path / METADATA_FILE).exists()
-    real = path.resolve()  # "." and links may lead to a checkpoint of Stretto's
+    real = Path(os.path.realpath(path))  # "." and links may lead to a checkpoint of Stretto's
     return is_there and not (is_checkpoint_name(real.name) and real.parent.name == "checkpoints")
 
 
