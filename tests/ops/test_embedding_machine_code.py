@@ -75,7 +75,7 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     partials = torch.zeros(64)
     return {
         "begin_push": (make_channel("p2p"), mapping, None, WORDS, 3, 32),
-        "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, WORDS, 3, 4, 1024),
+        "push_gradients": (make_channel("p2p"), mapping, grads, LONGS, grads, 1024, 65536, WORDS, 3, 4, 4, 1024),
         "find_keys": (
             look_up(0), pooling(8, 1, True), Bags(LONGS, LONGS, FLOATS), LONGS,
             backward_kernel.LookupKeys(WORDS, WORDS, FLOATS), 4, 640, REPORT, 32,

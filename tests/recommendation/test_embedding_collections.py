@@ -158,7 +158,19 @@ BROKEN: list[tuple[Callable[[], object], str]] = [
         ),
         "offsets go from 0 to 2, but must go from 0 to the number of indices, 3",
     ),
+    (
+        lambda: EmbeddingBagCollection([config()])(
+            KeyedJaggedTensor(["t2", "t1"], torch.arange(3), lengths=torch.tensor([1, 1]))
+        ),
+        "bags have 2 ids, but it has 3 values",
+    ),
     (lambda: EmbeddingBagCollection([config()], True)(keyed({"t1": [[1]]})), "a weight for each id"),
+    (
+        lambda: EmbeddingBagCollection([config()], True)(
+            KeyedJaggedTensor(["t1"], torch.arange(2), torch.ones(2, 2), torch.tensor([2]))
+        ),
+        r"weights are \[2, 2\], but there is one number for each of 2 ids",
+    ),
     (lambda: EmbeddingBagCollection([config()])(torch.tensor([1])), "takes a KeyedJaggedTensor, not Tensor"),
 ]
 

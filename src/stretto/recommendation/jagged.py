@@ -380,6 +380,8 @@ def select_features(features: Any, names: Sequence[str], *, is_weighted: bool) -
     weights = features.weights_or_none() if is_weighted else None
     if is_weighted and weights is None:
         raise ValueError("the collection has is_weighted=True, so its KeyedJaggedTensor has a weight for each id")
+    if weights is not None and weights.shape != indices.shape:
+        raise ValueError(f"weights are {list(weights.shape)}, but there is one number for each of {len(indices)} ids")
     if indices.dim() != 1 or (indices.numel() and indices.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"ids are {indices.dtype} {list(indices.shape)}, but must be int32 or int64, [total]")
     if indices.dtype not in (torch.int32, torch.int64):  # none, which torch makes as floats
@@ -387,6 +389,8 @@ def select_features(features: Any, names: Sequence[str], *, is_weighted: bool) -
     if keys == [*names] and batch:
         return FeatureBags(indices, features.offsets(), weights, batch)
     ends = features.offset_per_key() if batch else [0] * (len(keys) + 1)
+    if ends[-1] != len(indices):
+        raise ValueError(f"the KeyedJaggedTensor's bags have {ends[-1]} ids, but it has {len(indices)} values")
     places = [keys.index(name) for name in names]
     spans = [slice(ends[place], ends[place + 1]) for place in places]
     lengths = features.lengths().to(indices.dtype)

@@ -3,6 +3,7 @@
 
 from collections.abc import Hashable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,7 @@ class BlockChannel:
         self._notified: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.copy_lists: dict[Hashable, Any] = {}
         self._described: dict[tuple[str, str, bool], Channel] = {}
+        self._fitted: tuple[object, ...] = (None,) * 4  # the arguments of the last call that was checked
         self._current: Channel | None = None
         self._sides: dict[int, SideStream] = {}
         self.open_side_streams: set[int] = set()
@@ -202,8 +204,11 @@ class BlockChannel:
         described = self.describe(operator, mode)
         with_barrier = with_barrier and not by_copies
         key = None if counts is not None else (operator, mode, id(producer), id(consumer), slot, with_barrier)
+        fitted = producer, consumer, counts, slot
         if key is None or not self.launch.knows(begin_call, key):
-            self._require_fitting(producer, consumer, counts, slot)
+            if not all(map(is_, fitted, self._fitted)):
+                self._require_fitting(*fitted)
+            self._fitted = fitted
         self.limit.begin_call()
         channel = self._current = described
         arguments = channel, producer, counts, slot, with_barrier, 1 << (self.channels - 1).bit_length()

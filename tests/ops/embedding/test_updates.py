@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.embedding.backward_configs import push_by_copies
-from tests.ops.embedding.jagged import is_close, look_up_case, make_case, own_rows
+from tests.ops.embedding.jagged import Kind, fill_case, is_close, look_up_case, make_case, own_rows
 
 from stretto import ops
 from stretto.ops.embedding import backward
@@ -74,6 +74,22 @@ def differentiate_by_64_bits(first, calls):
 def test_gradients_of_more_numbers_than_32_bits_count_are_found_by_64(interpret, calls):
     print("seed", SEED)
     assert interpret(2, differentiate_by_64_bits, SEED, calls) == [[]] * 2
+
+
+def push_many_samples():
+    """Whether the gradients of a batch are right whose samples are sent by several tiles to a signal, the last cut."""
+    case = fill_case(Kind([[(5, 4)], []], 66, torch.float32, torch.int64, "sum", False, 2), 13)
+    assert len(case.owners[0].indices) > 66
+    rank = dist.get_rank()
+    tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
+    look_up_case(case, tables).backward(own_rows(case, case.grad))
+    expected = case.expected_gradients(rank)
+    return all(is_close(table.grad, right, torch.float32) for table, right in zip(tables, expected, strict=True))
+
+
+@pytest.mark.long
+def test_gradients_of_many_samples_arrive_whole(interpret):
+    assert interpret(2, push_many_samples) == [True, True]
 
 
 def train_in_two_ways(seed, optimizer, steps, dtype):

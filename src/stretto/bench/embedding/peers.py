@@ -33,6 +33,12 @@ class LookupBatch:
     def dims(self) -> tuple[int, ...]:
         return tuple(table.shape[1] for table in self.tables)
 
+    def count_distinct_numbers(self) -> int:
+        """Count the numbers of all rows that are looked up at least once."""
+        bounds = self.offsets[:: self.placement.batch].tolist()
+        parts = zip(itertools.pairwise(bounds), self.dims, strict=True)
+        return sum(self.indices[first:last].unique().numel() * dim for (first, last), dim in parts)
+
     def lookups(self) -> LookupInput:
         """The look-ups in the form that the backward pass expects."""
         return LookupInput(self.indices, self.offsets, None, "sum", self.rows, self.dims)
@@ -92,6 +98,8 @@ class Batched:
         """[world, global batch / world, this rank's columns]."""
         batch = self._batch
         world = batch.placement.world_size
+        if not batch.tables:
+            return self._out
         return look_up_alone(batch.indices, batch.offsets, batch.tables, None, world, "sum", self._out, self._faults)
 
     def forward(self) -> Tensor:
@@ -126,15 +134,13 @@ class Chunked:
 
     def __init__(self, batch: LookupBatch, chunks: int) -> None:
         self._placement = placement = batch.placement
-        count = len(batch.tables)
-        if any(dims != placement.dims[0] for dims in placement.dims):
-            raise ValueError("tables are looked up in chunks where all ranks have the same dims")
-        bounds = [count * part // chunks for part in range(chunks + 1)]
         self._batched, self._parts = [], []
-        for first, last in itertools.pairwise(bounds):
-            offsets = batch.offsets[first * placement.batch : last * placement.batch + 1]
-            dims = tuple(part[first:last] for part in placement.dims)
-            part = LookupBatch(replace(placement, dims=dims), batch.tables[first:last], batch.indices, offsets)
+        for number in range(chunks):  # ranks may have unequally many tables, and none in a chunk
+            ranges = [slice(len(d) * number // chunks, len(d) * (number + 1) // chunks) for d in placement.dims]
+            dims = tuple(of_rank[taken] for of_rank, taken in zip(placement.dims, ranges, strict=True))
+            own = ranges[placement.rank]
+            offsets = batch.offsets[own.start * placement.batch : own.stop * placement.batch + 1]
+            part = LookupBatch(replace(placement, dims=dims), batch.tables[own], batch.indices, offsets)
             self._batched.append(Batched(part))
             self._parts.append(part)
 
@@ -152,7 +158,7 @@ class Chunked:
         for rank in range(self._placement.world_size):
             for buffer, placement in received:
                 part = buffer.split(_split_sizes(placement)[0])[rank]
-                columns.append(part.view(placement.local_batch, -1))
+                columns.append(part.view(placement.local_batch, placement.widths[rank]))
         return torch.cat(columns, 1)
 
 

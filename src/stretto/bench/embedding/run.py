@@ -36,6 +36,7 @@ COLUMNS = (
     Column("of_alone", "of look-up alone", "{:.3f}"),
     Column("hbm", "HBM", "{:.0%}"),
     Column("nvlink", "NVLink", "{:.0%}"),
+    Column("roofline", "of roofline", "{:.0%}"),
     Column("error", "error"),
 )
 
@@ -52,8 +53,9 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
     device = Grid(data=ranks, device=None if torch.cuda.is_available() else "cpu").device
     rows: list[dict[str, Any]] = []
     for case in setting.cases:
-        batch = make_batch(case, setting, device)
-        for row in measure_peers(case, batch, setting):
+        refusal = describe_excess(case, setting, device)
+        batch = None if refusal else make_batch(case, setting, device)
+        for row in measure_peers(case, batch, setting) if batch else [{"what": "forward", "error": refusal}]:
             rows.append({"case": str(case), "study": "peers"} | row)
             print_row(rows[-1])
             if dist.get_rank() == 0:
@@ -65,13 +67,40 @@ def measure_all(ranks: int, out: Path, setting: EmbeddingSetting) -> list[dict[s
     return rows
 
 
+def describe_excess(case: LookupShape, setting: LookupShapes, device: torch.device) -> str:
+    """Say why tables and what all peers take beside them do not fit on some rank's GPU; "" if they do."""
+    if device.type != "cuda":
+        return ""
+    world, itemsize = dist.get_world_size(), 2 if setting.dtype != "float32" else 4
+    owned, batch = _list_owned(case, setting, world), -(-case.batch // world) * world
+    width = case.dim * itemsize  # bytes of a row
+    rows = max(sum(count for count, _ in tables) for tables in owned)
+    lookups = max(sum(pooling for _, pooling in tables) for tables in owned) * batch * (1 + setting.is_jagged / 8)
+    vectors = max(max(map(len, owned)) * batch, sum(map(len, owned)) * batch // world) * width
+    beside = 80 * lookups + 12 * vectors  # indices and their sort; outputs, gradients, and what is sent and received
+    room = torch.tensor(float(torch.cuda.mem_get_info(device)[0]), device=device)
+    dist.all_reduce(room, op=dist.ReduceOp.MIN)
+    free = int(room) - (2 << 30)
+    if rows * width + beside <= free:
+        return ""
+    fitting = int(max(free - beside, 0) / width) // max(len(tables) for tables in owned)
+    return (
+        f"a rank has tables of {rows * width / 1e9:,.0f} GB, and indices and vectors of {beside / 1e9:,.0f} GB beside "
+        f"them; {free / 1e9:,.0f} GB are free: --rows {fitting} would do"
+    )
+
+
+def _list_owned(case: LookupShape, setting: LookupShapes, world: int) -> list[list[tuple[int, int]]]:
+    """Return (rows, pooling) of each rank's tables."""
+    if case.tables:
+        return [[(setting.rows, case.pooling)] * case.tables] * world
+    return place_tables([min(count, setting.rows) for count in MLPERF_ROWS], MLPERF_POOLING, world)
+
+
 def make_batch(case: LookupShape, setting: LookupShapes, device: torch.device) -> LookupBatch:
     """Make this rank's tables, of small numbers, and look-ups that differ between ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if case.tables:
-        owned = [[(setting.rows, case.pooling)] * case.tables] * world
-    else:
-        owned = place_tables([min(count, setting.rows) for count in MLPERF_ROWS], MLPERF_POOLING, world)
+    owned = _list_owned(case, setting, world)
     dtype = getattr(torch, setting.dtype)
     rows, poolings = [rows for rows, _ in owned[rank]], [pooling for _, pooling in owned[rank]]
     tables = [torch.empty(count, case.dim, dtype=dtype, device=device).uniform_(-1, 1) for count in rows]
@@ -99,7 +128,6 @@ def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetti
     """Time the forward pass, and the backward pass with a fused SGD step, and their peers."""
     placement, device = batch.placement, batch.offsets.device
     batched = Batched(batch)
-    alike = all(dims == placement.dims[0] for dims in placement.dims)
     runs: dict[str, Callable[[], Any]] = {
         "stretto": partial(_look_up, batch, case),
         "batched": batched.forward,
@@ -107,7 +135,7 @@ def measure_peers(case: LookupShape, batch: LookupBatch, setting: EmbeddingSetti
         "exchange": exchange_alone(batch),
         "bags": EmbeddingBags(batch).forward,
     }
-    if alike and len(batch.tables) >= 4:
+    if max(map(len, placement.dims)) >= 4:
         runs |= {f"chunked {parts}": Chunked(batch, parts).forward for parts in (2, 4)}
     runs = {name: run for name, run in runs.items() if name.split()[0] not in setting.skip}
     outputs = {name: run().clone() for name, run in runs.items() if name not in ("alone", "exchange")}
@@ -164,19 +192,30 @@ def _time(runs: dict[str, Callable[[], Any]], batch: LookupBatch, setting: Embed
 
 
 def _row(what: str, milliseconds: dict[str, float], batch: LookupBatch) -> dict[str, Any]:
+    """The roofline is the time that HBM or NVLink takes at least. Forward: rows, one a look-up, which caches may have;
+    vectors sent. Backward: rows that were looked up, once read and once written, and the vectors' gradient: read,
+    stored by its sender, and read again."""
     row: dict[str, Any] = {"what": what, **{k: v for k, v in milliseconds.items() if not k.startswith("chunked")}}
     chunked = [value for name, value in milliseconds.items() if name.startswith("chunked")]
     if chunked:
         row["chunked"] = min(chunked)
-    ours = milliseconds["stretto"]
+    ours, placement = milliseconds["stretto"], batch.placement
+    seconds, itemsize = ours * 1e-3, placement.dtype.itemsize
     for name in ("bags", "batched"):
         if name in milliseconds:
             row[f"over_{name}"] = 1 - ours / milliseconds[name]
+    width = placement.widths[placement.rank]
+    sent = placement.local_batch * (placement.world_size - 1) * width * itemsize
     if "alone" in milliseconds:
         row["of_alone"] = ours / milliseconds["alone"]
-        read = batch.indices.numel() * max(batch.dims, default=0) * batch.placement.dtype.itemsize
-        row["hbm"] = read / (ours * 1e-3) / HBM
-    placement = batch.placement
-    sent = placement.local_batch * (placement.world_size - 1) * placement.widths[placement.rank]
-    row["nvlink"] = sent * placement.dtype.itemsize / (ours * 1e-3) / NVLINK
+        read = batch.indices.numel() * max(batch.dims, default=0) * itemsize
+        row["hbm"] = read / seconds / HBM
+    else:
+        sent = placement.local_batch * (placement.width - width) * itemsize
+        gradients = placement.local_batch * placement.width + 2 * placement.batch * width
+        read = (2 * batch.count_distinct_numbers() + gradients) * itemsize
+    row["nvlink"] = sent / seconds / NVLINK
+    needed = torch.tensor(max(read / HBM, sent / NVLINK), device=batch.offsets.device, dtype=torch.float64)
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX)
+    row["roofline"] = float(needed) / seconds
     return row

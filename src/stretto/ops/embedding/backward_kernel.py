@@ -131,35 +131,37 @@ def begin_push(channel, mapping, counts, permit, need, BLOCK: tl.constexpr):  # 
 
 @triton.jit
 def push_gradients(  # type: ignore[no-untyped-def]
-    channel, mapping, grad, columns, staging, batch, width, permit, need, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    channel, mapping, grad, columns, staging, batch, width, permit, need, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr
+):  # fmt: skip
     """Push each rank's columns of grad [batch, width] into its staging [world * batch, that rank's columns].
 
     columns: int64 [world + 1], where each rank's begin. permit, need: as in `begin_push`.
     Order: the next rank's columns first, own ones last.
-    Signals: after the stores of ROWS rows, their channel at the columns' owner ("p2p").
+    Signals: after the stores of STEPS x ROWS rows, their channel at the columns' owner ("p2p").
     Waits: at the end, each program for its share of (source, channel) pairs, so staging is complete when the kernel has
     ended. Programs claim rows, so none waits before running programs hold all rows; and the launch leaves room for
     another group's kernels (`bound_blocks`).
     Reuse: staging is written only once all ranks have begun this call, and so have ended the previous one.
     """
-    groups = tl.where((tl.load(permit) & need) == need, tl.cdiv(batch, ROWS), 0)
+    groups = tl.where((tl.load(permit) & need) == need, tl.cdiv(batch, STEPS * ROWS), 0)
     index = tiles.claim(channel)
     while index < channel.world * groups:
         following = tiles.claim(channel)  # before the copy, which takes longer
         owner = (channel.rank + 1 + index // groups) % channel.world
         group = index % groups
-        row = group * ROWS + tl.arange(0, ROWS)
         first = tl.multiple_of(tl.load(columns + owner), QUANTUM)
         count = tl.multiple_of(tl.load(columns + owner + 1), QUANTUM) - first
         there = tiles.peer_pointer(channel, staging, owner)
-        source = tl.multiple_of(row.to(tl.int64) * width, QUANTUM) + first
-        target = tl.multiple_of((channel.rank * batch + row).to(tl.int64) * count, QUANTUM)
-        for start in range(0, count, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            mask = (row < batch)[:, None] & (at < count)[None, :]
-            values = tl.load(grad + (source[:, None] + at[None, :]), mask=mask)
-            tl.store(there + (target[:, None] + at[None, :]), values, mask=mask)
+        for step in range(STEPS):
+            row = (group * STEPS + step) * ROWS + tl.arange(0, ROWS)
+            source = tl.multiple_of(row.to(tl.int64) * width, QUANTUM) + first
+            target = tl.multiple_of((channel.rank * batch + row).to(tl.int64) * count, QUANTUM)
+            for start in range(0, count, BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                mask = (row < batch)[:, None] & (at < count)[None, :]
+                values = tl.load(grad + (source[:, None] + at[None, :]), mask=mask)
+                tl.store(there + (target[:, None] + at[None, :]), values, mask=mask)
         tiles.producer_tile_notify(channel, mapping, owner * groups + group, "p2p")
         index = following
     for index in range(tl.program_id(0), channel.world * mapping.channels, tl.num_programs(0)):
@@ -276,14 +278,14 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
     chunks = tl.load(segments.totals)
     columns = tl.arange(0, target.block)
     steps = tl.arange(0, ROWS)
+    first_chunk = tl.cast(tl.program_id(0), tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+    start, end, table, number = _read_chunks(segments, first_chunk, first_chunk < chunks)
     for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS), tl.num_programs(0)):
-        # Dependent loads are three deep: chunks, then keys and places, then gradients and target rows.
+        # Dependent loads are three deep: chunks, a tile ahead; then keys and places; then gradients and target rows.
         chunk = tl.cast(tile, tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
         segment_mask = chunk < chunks
-        start = tl.load(segments.starts + chunk, mask=segment_mask, other=0)
-        end = tl.load(segments.starts + chunk + 1, mask=segment_mask, other=0)
-        table = tl.load(segments.tables + chunk, mask=segment_mask, other=0)
-        number = tl.load(segments.numbers + chunk, mask=segment_mask, other=0)
+        following = chunk + tl.num_programs(0) * CHUNKS
+        next_start, next_end, next_table, next_number = _read_chunks(segments, following, following < chunks)
         key = tl.load(segments.keys + start, mask=segment_mask, other=0)
         begins = tl.load(segments.keys + start - 1, mask=segment_mask & (start > 0), other=-1) != key
         ends = tl.load(segments.keys + end, mask=segment_mask & (end < segments.total), other=-1) != key
@@ -310,6 +312,16 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
         part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
         tl.store(pointers, total, mask=(segment_mask & ((begins & ends) == 0))[:, None])
+        start, end, table, number = next_start, next_end, next_table, next_number
+
+
+@triton.jit
+def _read_chunks(segments, chunk, mask):  # type: ignore[no-untyped-def]
+    """Return chunks' first lookups, their ends, tables and segments."""
+    start = tl.load(segments.starts + chunk, mask=mask, other=0)
+    end = tl.load(segments.starts + chunk + 1, mask=mask, other=0)
+    table = tl.load(segments.tables + chunk, mask=mask, other=0)
+    return start, end, table, tl.load(segments.numbers + chunk, mask=mask, other=0)
 
 
 @triton.jit

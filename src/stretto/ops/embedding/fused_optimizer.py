@@ -23,9 +23,15 @@ from stretto.ops.embedding.backward import (
     update_tables,
 )
 from stretto.ops.embedding.backward_kernel import SETTINGS
-from stretto.ops.embedding.operator import agree_on_placement, embedding_all_to_all, find_placement_again
+from stretto.ops.embedding.operator import (
+    EagerLookup,
+    agree_on_placement,
+    embedding_all_to_all,
+    find_call,
+    find_placement_again,
+)
 from stretto.ops.embedding.placement import require_input
-from stretto.ops.embedding.table_set import accept_tables, find_tables
+from stretto.ops.embedding.table_set import SeenTensors, accept_tables, find_tables
 from stretto.ops.operator import find_name, is_traced
 
 STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
@@ -33,6 +39,7 @@ STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
 
 OPTIMIZERS = tuple(STATES)
 _OPERATOR = "embedding_all_to_all_update"
+_seen_states = SeenTensors()
 
 
 def embedding_all_to_all_update(
@@ -58,23 +65,15 @@ def embedding_all_to_all_update(
 
     All ranks call it, also those without tables. ValueError for other input.
     """
-    group_name = find_name(group)
-    device, world = offsets.device, dist.get_world_size(group)
     given = grad, indices, offsets, weights, update.settings, update.clock, *tables, *update.states
-    traces = is_traced(*given)
-    known = (accept_tables if traces else find_tables)(tables, device)
-    count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
-    if traces:
-        count = operator.index(count)
-    agreed = known.dims, known.dtype, count, False, indices.dtype
-    width, dtype = agree_on_placement(group_name, device, name, *agreed)
-    if grad.shape != (count // world, width) or grad.dtype != dtype or grad.device != device:
-        raise ValueError(
-            f"embedding_all_to_all_update: the output's gradient is {dtype} [{count // world}, {width}] on "
-            f"{device}, not {grad.dtype} {list(grad.shape)} on {grad.device}"
-        )
-    require_step(update, known.rows, known.dims, known.dtype, device)
-    if traces:
+    if is_traced(*given):
+        group_name, device, world = find_name(group), offsets.device, dist.get_world_size(group)
+        known = accept_tables(tables, device)
+        count = operator.index(require_input(indices, offsets, len(tables), weights, mode, batch, world))
+        agreed = known.dims, known.dtype, count, False, indices.dtype
+        width, dtype = agree_on_placement(group_name, device, name, *agreed)
+        _require_gradient(grad, count // world, width, dtype, device)
+        require_step(update, known.rows, known.dims, known.dtype, device)
         detached = [table.detach() for table in tables]
         if update.cached is not None:
             raise ValueError(f"{_OPERATOR}: caches are not updated under torch.compile: leave them out of its graphs")
@@ -84,11 +83,33 @@ def embedding_all_to_all_update(
             grad, indices, offsets, detached, list(states), settings, clock, weights, optimizer, *rest
         )
         return
-    lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
-    placement = find_placement_again(group_name, device, known.dims, dtype, count, name)
+    call = find_call(indices, offsets, tables, group, weights, mode, batch, name, is_update=True)
+    _update(call, grad, call.describe(indices, offsets, weights), tables, update, ahead)
+
+
+def _update(
+    call: EagerLookup,
+    grad: Tensor,
+    lookups: LookupInput,
+    tables: Sequence[Tensor],
+    update: TableUpdate,
+    ahead: SortedLookups | None,
+) -> None:
+    """Make the step of an eager call."""
+    known, placement, device = call.tables, call.placement, lookups.offsets.device
+    _require_gradient(grad, placement.local_batch, placement.width, placement.dtype, device)
+    require_step(update, known.rows, known.dims, known.dtype, device)
     with torch.no_grad():
-        update_tables(grad, lookups, placement, group_name, known, update, ahead)
+        update_tables(grad, lookups, placement, call.group, known, update, ahead)
     torch.autograd.graph.increment_version([*tables, *update.states])
+
+
+def _require_gradient(grad: Tensor, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    if grad.shape != (batch, width) or grad.dtype != dtype or grad.device != device:
+        raise ValueError(
+            f"{_OPERATOR}: the output's gradient is {dtype} [{batch}, {width}] on {device}, not {grad.dtype} "
+            f"{list(grad.shape)} on {grad.device}"
+        )
 
 
 @torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states", "clock"))
@@ -148,7 +169,11 @@ def table_settings(
 
 
 def require_step(
-    step: TableUpdate, rows: Sequence[int], dims: Sequence[int], dtype: torch.dtype | None, device: torch.device
+    step: TableUpdate,
+    rows: tuple[int, ...],
+    dims: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> None:
     """ValueError for an unknown optimizer, or for a step's tensors that do not fit tables of these shapes and dtype."""
     optimizer, settings, states, clock = step[:4]
@@ -166,14 +191,22 @@ def require_step(
         raise ValueError(
             f"{_OPERATOR}: {optimizer} of {len(rows)} tables has {count * len(rows)} states, not {len(states)}"
         )
-    for place, state in enumerate(states):
-        table = place // count
-        shape = (rows[table],) if optimizer == "adagrad" else (rows[table], dims[table])
-        if state.shape != shape or not _suits(state, device):
-            raise ValueError(
-                f"{_OPERATOR}: the state of table {table} is fp32 {list(shape)}, contiguous, on {device}, not "
-                f"{_describe(state)}"
-            )
+
+    def check(_: tuple[int, ...]) -> bool:
+        for place, state in enumerate(states):
+            table = place // count
+            shape = (rows[table],) if optimizer == "adagrad" else (rows[table], dims[table])
+            if state.shape != shape or not _suits(state, device):
+                raise ValueError(
+                    f"{_OPERATOR}: the state of table {table} is fp32 {list(shape)}, contiguous, on {device}, not "
+                    f"{_describe(state)}"
+                )
+        return True
+
+    if is_traced(*states):
+        check(())
+    elif states:
+        _seen_states.find(states, (optimizer, rows, dims, device), check)
     if clock is None and (optimizer == "adam" or step.is_stochastic):
         raise ValueError(
             f"{_OPERATOR}: adam and stochastic rounding count steps: pass clock=, int64 [2], steps and seed"
@@ -229,22 +262,26 @@ class _LookUpAndUpdate(torch.autograd.Function):
     ) -> Tensor:
         ctx.tables, ctx.group, ctx.update = tables, group, update
         ctx.options = {key: value for key, value in options.items() if key in ("mode", "batch", "name")}
-        weights, name, mode = options.get("weights"), options.get("name", ""), options.get("mode", "sum")
+        weights = options.get("weights")
         ctx.save_for_backward(indices, offsets, weights)
-        pooled = embedding_all_to_all(indices, offsets, list(tables), group, **options)
-        ctx.ahead = None
-        if not is_traced(indices, offsets, weights, *tables):
-            group_name, device, known = find_name(group), offsets.device, find_tables(tables, offsets.device)
-            batch = len(pooled) * dist.get_world_size(group)
-            placement = find_placement_again(group_name, device, known.dims, pooled.dtype, batch, name)
-            lookups = LookupInput(indices, offsets, weights, mode, known.rows, known.dims)
-            ctx.ahead = sort_ahead(update.find_rows(lookups), placement, group_name, known.firsts)
+        ctx.call = ctx.ahead = None
+        if is_traced(indices, offsets, weights, *tables):
+            return embedding_all_to_all(indices, offsets, list(tables), group, **options)
+        ctx.call = call = find_call(indices, offsets, tables, group, **options)
+        pooled = call.look_up(indices, offsets, weights)
+        lookups = call.describe(indices, offsets, weights)
+        ctx.ahead = sort_ahead(update.find_rows(lookups), call.placement, call.group, call.tables.firsts)
         return pooled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         indices, offsets, weights = ctx.saved_tensors
         options = ctx.options | {"update": ctx.update, "weights": weights, "ahead": ctx.ahead}
-        ctx.ahead = None
-        embedding_all_to_all_update(gradients[0], indices, offsets, list(ctx.tables), ctx.group, **options)
+        call, (grad,), update = ctx.call, gradients, ctx.update
+        ctx.call = ctx.ahead = None
+        is_plain = call is not None and not is_traced(grad, update.settings, update.clock, *update.states)
+        if is_plain and call.tables.addresses == tuple(map(Tensor.data_ptr, ctx.tables)):
+            _update(call, grad, call.describe(indices, offsets, weights), ctx.tables, update, options["ahead"])
+        else:
+            embedding_all_to_all_update(grad, indices, offsets, list(ctx.tables), ctx.group, **options)
         return (None,) * 7

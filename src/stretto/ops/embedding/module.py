@@ -130,7 +130,7 @@ class EmbeddingAllToAll(nn.Module):
         is_short = optimizer != "adam" and not {"weight_decay", "max_norm"} & {*settings}
         is_short = is_short and bool((rates[:, 0] == rates[0, 0]).all())
         self._rates, self.seed = rates[0, :2] if is_short else rates[: len(shapes)], seed
-        self._blocks = [TableBlock(zlib.crc32(name.encode())) for name in names]
+        self._blocks = tuple(TableBlock(zlib.crc32(name.encode())) for name in names)
         self.tables = NamedTables(
             {
                 name: nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=optimizer is None)
@@ -138,6 +138,7 @@ class EmbeddingAllToAll(nn.Module):
             }
         )
         self.register_buffer("settings", torch.empty_like(self._rates, device=device), persistent=False)
+        self._names_of_states = [kind + name for name in names for kind in self._state_kinds]
         for name, shape in zip(names, shapes, strict=True):
             for kind in self._state_kinds:
                 size = shape[:1] if optimizer == "adagrad" else shape
@@ -164,7 +165,8 @@ class EmbeddingAllToAll(nn.Module):
     @property
     def states(self) -> list[Tensor]:
         """Return the optimizer's states, fp32: those of the first table, then of the second, and so on."""
-        return [self.get_buffer(kind + name) for name in self.tables.names for kind in self._state_kinds]
+        buffers: dict[str, Any] = self._buffers  # get_buffer takes microseconds for each
+        return [buffers[name] for name in self._names_of_states]
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the fused optimizer's learning rate, for the backward passes from now on."""

@@ -81,28 +81,29 @@ def embedding_all_to_all(
     if sparse and torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling():
         options = {"weights": weights, "mode": mode, "batch": batch, "name": name, "checks": checks, "sparse": True}
         return _look_up_outside_of_graphs(indices, offsets, tables, group, schedule=schedule, **options)
-    group_name, device = find_name(group), offsets.device
-    traces = is_traced(indices, offsets, weights, *tables)
-    known = (accept_tables if traces else find_tables)(tables, device)
-    world = dist.get_world_size(group) if traces else find_group(group_name).size()  # the latter in a third of the time
-    count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
-    if traces:
-        count = operator.index(count)  # ranks agree on each batch size: torch.compile traces each one separately
-    by = "" if schedule is None else name_schedule("embedding_all_to_all", schedule, "kernel", world)
-    agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype, by
-    if traces:
+    if is_traced(indices, offsets, weights, *tables):
+        group_name, device, world = find_name(group), offsets.device, dist.get_world_size(group)
+        known = accept_tables(tables, device)
+        # Ranks agree on each batch size: torch.compile traces each one separately.
+        count = operator.index(require_input(indices, offsets, len(tables), weights, mode, batch, world))
+        by = _name_schedule(schedule, world)
+        agreed = group_name, device, name, known.dims, known.dtype, count, known.needs_grad(), indices.dtype, by
         width, dtype = agree_on_placement(*agreed)
         needs_grad = torch.is_grad_enabled() and (not known.dims or known.needs_grad())
         anchor = _anchors[device] if _needs_anchor(known) else None
         rest = mode, count, width, dtype, checks, sparse, needs_grad, name, group_name, by
         return torch.ops.stretto.embedding_all_to_all(indices, offsets, list(tables), weights, anchor, *rest)
-    call = _EagerLookup(known, find_placement(*agreed), name, group_name, mode, checks, sparse, by)
-    anchor = _find_anchor(device) if _needs_anchor(known) else None
+    call = find_call(
+        indices, offsets, tables, group, weights, mode, batch, name, checks=checks, sparse=sparse, schedule=schedule
+    )
+    anchor = _find_anchor(offsets.device) if _needs_anchor(call.tables) else None
     if is_differentiated(anchor, *tables[:1]):  # all tables need gradients, or none
         return _LookUp.apply(call, indices, offsets, weights, anchor, *tables)
-    return look_up_and_send(
-        indices, offsets, known, weights, call.placement, group_name, mode, checks=checks, schedule=by
-    )
+    return call.look_up(indices, offsets, weights)
+
+
+def _name_schedule(schedule: str | Schedule | None, world: int) -> str:
+    return "" if schedule is None else name_schedule("embedding_all_to_all", schedule, "kernel", world)
 
 
 # Traced look-ups have dense gradients only.
@@ -242,7 +243,7 @@ register_fake(_embedding_all_to_all_gradients, _fake_gradients)
 _embedding_all_to_all.register_autograd(_differentiate, setup_context=_save)
 
 
-class _EagerLookup(NamedTuple):
+class EagerLookup(NamedTuple):
     """The state of an eager call that its backward pass needs, except for tensors."""
 
     tables: TableSet
@@ -254,6 +255,43 @@ class _EagerLookup(NamedTuple):
     sparse: bool
     schedule: str
 
+    def look_up(self, indices: Tensor, offsets: Tensor, weights: Tensor | None, **options: Any) -> Tensor:
+        """Make the call."""
+        given = indices, offsets, self.tables, weights, self.placement, self.group, self.mode
+        return look_up_and_send(*given, checks=self.checks, schedule=self.schedule, **options)
+
+    def describe(self, indices: Tensor, offsets: Tensor, weights: Tensor | None) -> LookupInput:
+        """Return what the backward pass needs of the input."""
+        return LookupInput(indices, offsets, weights, self.mode, self.tables.rows, self.tables.dims)
+
+
+def find_call(
+    indices: Tensor,
+    offsets: Tensor,
+    tables: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+    weights: Tensor | None = None,
+    mode: str = "sum",
+    batch: int | None = None,
+    name: str = "",
+    *,
+    checks: bool = True,
+    sparse: bool = False,
+    schedule: str | Schedule | None = None,
+    is_update: bool = False,
+) -> EagerLookup:
+    """Check an eager call, and agree on the placement; the arguments are those of `embedding_all_to_all`.
+
+    is_update: no gradients are made of the tables, whatever they say.
+    """
+    group_name, device = find_name(group), offsets.device
+    known = find_tables(tables, device)
+    world = find_group(group_name).size()
+    count = require_input(indices, offsets, len(tables), weights, mode, batch, world)
+    by, needs_grad = _name_schedule(schedule, world), not is_update and known.needs_grad()
+    agreed = group_name, device, name, known.dims, known.dtype, count, needs_grad, indices.dtype, by
+    return EagerLookup(known, find_placement(*agreed), name, group_name, mode, checks, sparse, by)
+
 
 class _LookUp(torch.autograd.Function):
     """The eager path with gradients: cheaper on the host than torch.library's dispatch of hundreds of tables."""
@@ -261,7 +299,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: _EagerLookup,
+        call: EagerLookup,
         indices: Tensor,
         offsets: Tensor,
         weights: Tensor | None,
@@ -270,18 +308,13 @@ class _LookUp(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(indices, offsets, weights)
         ctx.call, ctx.permit = call, torch.empty(1, dtype=torch.int32, device=offsets.device)
-        ring_call = call.tables, weights, call.placement, call.group, call.mode
-        return look_up_and_send(
-            indices, offsets, *ring_call, checks=call.checks, needs_grad=True, call_permit=ctx.permit,
-            schedule=call.schedule,
-        )  # fmt: skip
+        return call.look_up(indices, offsets, weights, needs_grad=True, call_permit=ctx.permit)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        call: _EagerLookup = ctx.call
-        indices, offsets, weights = ctx.saved_tensors
-        lookups = LookupInput(indices, offsets, weights, call.mode, call.tables.rows, call.tables.dims)
+        call: EagerLookup = ctx.call
+        lookups = call.describe(*ctx.saved_tensors)
         if is_traced(grad) and not call.sparse:
             grads = _call_gradients(grad, lookups, call.placement.batch, call.name, call.group)[: len(lookups.dims)]
         else:

@@ -4,8 +4,10 @@
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from stretto.ops.operator import DTYPES
 
 MAX_DIM = 2048
 _MAX_KEPT = 256
+_T = TypeVar("_T")
 _OPERATOR = "embedding_all_to_all"
 
 
@@ -58,26 +61,64 @@ class TableSet:
                 )
         return firsts
 
+    @functools.cached_property
+    def repeated(self) -> tuple[tuple[int, int], ...]:
+        """Return (table, first table with the same memory) of those that are given several times."""
+        return tuple((place, first) for place, first in enumerate(self.firsts) if place != first)
 
+
+class SeenTensors:
+    """Keeps what was found for tensors that were checked one by one, which takes longer than a look-up.
+
+    They are the same while they are the same objects, at the same addresses, of the same shapes. (Their dtypes and
+    strides are as those of the first: conversions are of all.)
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[object, Any, list[ref[Tensor]]]] = {}
+
+    def find(self, tensors: Sequence[Tensor], key: Hashable, make: Callable[[tuple[int, ...]], _T]) -> _T:
+        """Return what `make` has returned for these tensors and this key; it is given the addresses."""
+        addresses = tuple(map(Tensor.data_ptr, tensors))
+        first = [(one.dtype, one.is_contiguous()) for one in tensors[:1]]
+        looks, ids = (addresses, tuple(map(_shape_of, tensors)), first), (key, *map(id, tensors))
+        seen = self._found.get(ids)
+        if seen is not None and seen[0] == looks:
+            found: _T = seen[1]
+            return found
+        found = make(addresses)
+        if len(self._found) >= _MAX_KEPT:
+            self._found.clear()
+
+        def forget(_: object, known: dict[Hashable, Any] = self._found) -> None:
+            known.pop(ids, None)  # another tensor may get the id of one that is gone
+
+        self._found[ids] = looks, found, [ref(tensor, forget) for tensor in tensors]
+        return found
+
+
+_shape_of, _needs_grad = operator.attrgetter("shape"), operator.attrgetter("requires_grad")
 _looks_of = operator.attrgetter("shape", "dtype", "device", "requires_grad")
+_seen = SeenTensors()
 _found: dict[tuple[object, ...], TableSet] = {}
 
 
 def find_tables(tables: Sequence[Tensor], device: torch.device) -> TableSet:
     """Return the set of these tables, checked. ValueError for tables that no kernel takes.
 
-    device: the offsets', which all tables must be on. Tables with known addresses and shapes are not checked again one
-    by one, which would take longer than a look-up.
+    device: the offsets', which all tables must be on. Other objects, such as new views of the same tables, are the same
+    set.
     """
-    addresses = tuple(map(Tensor.data_ptr, tables))
-    looks = (device, addresses, tuple(map(_looks_of, tables)), tuple(map(Tensor.is_contiguous, tables)))
-    found = _found.get(looks)
-    if found is None:
-        found = accept_tables(tables, device, addresses)
-        if len(_found) >= _MAX_KEPT:
-            _found.clear()
-        _found[looks] = found
-    return found
+
+    def find(addresses: tuple[int, ...]) -> TableSet:
+        looks = (device, addresses, tuple(map(_looks_of, tables)), tuple(map(Tensor.is_contiguous, tables)))
+        if looks not in _found:
+            if len(_found) >= _MAX_KEPT:
+                _found.clear()
+            _found[looks] = accept_tables(tables, device, addresses)
+        return _found[looks]
+
+    return _seen.find(tables, (device, tuple(map(_needs_grad, tables))), find)
 
 
 def accept_tables(tables: Sequence[Tensor], device: torch.device, addresses: tuple[int, ...] = ()) -> TableSet:
