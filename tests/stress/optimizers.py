@@ -23,7 +23,7 @@ _HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
 _TRIANGLE = "ops.symmetric.multiply_triangle"
-_PRUNED = tuple(f"optim.sparse.kernels.{name}" for name in ("_add", "_compress", "_expand"))
+_PRUNED = tuple(f"optim.sparse.kernels.{name}" for name in ("_compress", "_expand"))
 
 
 class AdamWCase(StressCase):

@@ -97,8 +97,8 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 def launch_sparse(name: str) -> Launch:
     half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
-    flags = (WORDS, WORDS) if name == "_expand" else ()
-    arguments = half, index, half, *flags, 4096, 8, 90, 1, 128 if name == "_add" else True, 1
+    flags, last = ((WORDS, WORDS), (True, 1)) if name == "_expand" else ((), (True, 128, 1))
+    arguments = half, index, half, *flags, 4096, 8, 90, 1, *last
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
@@ -336,10 +336,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
-    **{
-        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
-        for name in ("_add", "_compress", "_expand")
-    },
+    **{f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_compress", "_expand")},
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),
@@ -388,15 +385,14 @@ def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():
 
 
 def test_pruned_rows_are_permuted_in_registers_and_no_warp_waits_for_another():
-    for name in ("_compress", "_expand"):
-        ptx = compile_ptx(f"optim.sparse.kernels.{name}")
-        assert ptx.count("prmt.b32") >= 16
-        assert "bar.sync" not in ptx
-        assert "st.shared" not in ptx
+    ptx = compile_ptx("optim.sparse.kernels._expand")
+    assert ptx.count("prmt.b32") >= 16
+    assert "bar.sync" not in ptx
+    assert "st.shared" not in ptx
 
 
 def test_sums_of_pruned_gradients_take_few_loads_and_stores_of_neighbouring_lanes():
-    ptx = compile_ptx("optim.sparse.kernels._add")
+    ptx = compile_ptx("optim.sparse.kernels._compress")
     assert ptx.count("ld.global.b16") == 8
     assert ptx.count("st.global.b16") == 4
     assert ptx.count("prefetch.global.L2") == 1

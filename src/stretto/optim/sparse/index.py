@@ -136,12 +136,8 @@ class BitmapIndex(SparseIndex):
         from stretto.optim.sparse import kernels
 
         parts = self.ranges(first, last)
-        if adds:
-            part = parts[0]._replace(blocks=sum(part.blocks for part in parts))
-            kernels.launch_add(dense, self.bits, self.prefix, out, part, **shape)
-            return
-        for part in parts:
-            kernels.launch_compress(dense, self.bits, self.prefix, out, part, **shape)
+        part = parts[0]._replace(blocks=sum(part.blocks for part in parts))
+        kernels.launch_compress(dense, self.bits, self.prefix, out, part, adds=adds, **shape)
 
     def launch_expand(
         self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor], **shape: int

@@ -2,12 +2,12 @@
 """Compress and expand on GPUs: dense numbers to those that a mask has left, and back.
 
 A warp takes 1,024 dense numbers, those of a prefix sum. Lane l loads word l of their bitmap and learns how many numbers
-are left before it from a scan over the lanes, once for 32 numbers. Then the lanes take rows of eight numbers, 32 rows
-at a time, which a lane loads or stores at once. A row's numbers that are left move to the front by four byte
-permutations (`prmt`) whose selectors a table has for each of 256 rows: 5 instructions of the integer units a number,
-where a copy's bandwidth leaves time for 9 (compiled for sm_90; a number by itself takes 13).
+are left before it from a scan over the lanes, once for 32 numbers.
 
-A sum of micro-batches is loaded and stored by its own numbers: a lane finds the place of each in the dense block.
+To compress, lanes take the numbers that are left, and find the place of each in the dense block. To expand, they take
+rows of eight dense numbers, 32 rows at a time, which a lane stores at once. A row's numbers that are left move to their
+places by four byte permutations (`prmt`) whose selectors a table has for each of 256 rows: 5 instructions of the
+integer units a number, where a copy's bandwidth leaves time for 9 (compiled for sm_90; a number by itself takes 13).
 """
 
 import functools
@@ -24,7 +24,7 @@ from stretto.tiles.launches import launch_kernel
 
 BLOCK = 1024
 """Dense numbers of a warp, which is a program, and of one prefix sum."""
-COMPRESS_TURNS, ADD_TURNS, EXPAND_TURNS = 2, 2, 1
+COMPRESS_TURNS, EXPAND_TURNS = 2, 1
 """Blocks that a warp takes one after another: `python -m lab sparse --variants` times others."""
 
 
@@ -54,25 +54,19 @@ class Bitmap(NamedTuple):
 
 
 @functools.cache
-def find_selectors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The selectors that compress and that expand a row, by its byte of the bitmap: int64 [256], 32 bits each half row.
+def find_selectors(device: torch.device) -> Tensor:
+    """The selectors that expand a row, by its byte of the bitmap: int64 [256], 32 bits each half row.
 
-    Selectors of a half row are those of `_permute`. Its numbers that are left come first; an expanded number that is
-    not left is a copy of the fourth, which is zero then.
+    Selectors of a half row are those of `_permute`. A number that is not left is a copy of the fourth, which is zero
+    then.
     """
-    packing, unpacking = [], []
+    half = []
     for nibble in range(16):
         left = [place for place in range(4) if nibble >> place & 1]
-        packing.append([*left, 3, 3, 3, 3][:4])
-        unpacking.append([left.index(place) if place in left else 3 for place in range(4)])
-    words = [
-        [sum(0x10 + 0x22 * of << 8 * to for to, of in enumerate(row)) for row in half] for half in (packing, unpacking)
-    ]
-    rows = torch.tensor(
-        [[half[byte % 16] + (half[byte // 16] << 32) for byte in range(256)] for half in words], device="cpu"
-    )
-    packs, unpacks = rows.to(device).unbind()
-    return packs, unpacks
+        of = [left.index(place) if place in left else 3 for place in range(4)]
+        half.append(sum(0x10 + 0x22 * number << 8 * to for to, number in enumerate(of)))
+    rows = [half[byte % 16] + (half[byte // 16] << 32) for byte in range(256)]
+    return torch.tensor(rows, device="cpu").to(device)
 
 
 @triton.jit
@@ -162,21 +156,8 @@ def _find_row(words, before, index, block, NUMBER: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _split_columns(values):  # type: ignore[no-untyped-def]
-    """The halves of [32, 8], four columns each, which the lane that has a row has in its registers."""
-    even, odd = tl.split(values.reshape(32, 4, 2))
-    of_0_4, of_2_6 = tl.split(even.reshape(32, 2, 2))
-    of_1_5, of_3_7 = tl.split(odd.reshape(32, 2, 2))
-    c0, c4 = tl.split(of_0_4)
-    c1, c5 = tl.split(of_1_5)
-    c2, c6 = tl.split(of_2_6)
-    c3, c7 = tl.split(of_3_7)
-    return (c0, c1, c2, c3), (c4, c5, c6, c7)
-
-
-@triton.jit
 def _join_columns(low, high):  # type: ignore[no-untyped-def]
-    """The reverse of `_split_columns`."""
+    """[32, 8], of four columns in each half, which the lane that has a row has in its registers."""
     even = tl.join(tl.join(low[0], high[0]), tl.join(low[2], high[2]))
     odd = tl.join(tl.join(low[1], high[1]), tl.join(low[3], high[3]))
     return tl.join(even.reshape(32, 4), odd.reshape(32, 4)).reshape(32, 8)
@@ -198,42 +179,6 @@ def _load_half(at, rank, count, first, last, IS_PART: tl.constexpr):  # type: ig
     for k in tl.static_range(4):
         loaded += (tl.load(at + k, mask=_is_there(k, rank, count, first, last, IS_PART), other=0),)  # type: ignore[assignment]
     return loaded
-
-
-@triton.jit
-def _store_half(at, c, rank, count, first, last, IS_PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    for k in tl.static_range(4):
-        tl.store(at + k, c[k], mask=_is_there(k, rank, count, first, last, IS_PART))
-
-
-@triton.jit(do_not_specialize=["first", "last", "first_block"])
-def _compress(dense, index, out, size, first, last, first_block, IS_PART: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the numbers of TURNS blocks that are left to `out`.
-
-    Synchronization: none. Each number of `out` is written by one program; the next kernel of the stream reads it.
-    """
-    places = tl.arange(0, 32)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    for turn in range(TURNS):
-        block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
-        if block * 1024 < size:
-            here = tl.minimum(size - block * 1024, 1024).to(tl.int32)
-            # All are read, in order and 16 bytes at a time: of 16 neighbours, one memory sector, some number is left.
-            # And all are loaded before any is stored, or each load would wait for the store before it.
-            values, rows = (), ()
-            for number in tl.static_range(4):
-                mask = places + 256 * number < here
-                values += (tl.load(dense + block * 1024 + places + 256 * number, mask=mask, other=0),)  # type: ignore[assignment]
-            words, before = _scan_words(index, block)
-            for number in tl.static_range(4):
-                rows += (_find_row(words, before, index, block, number),)  # type: ignore[assignment]
-            for number in tl.static_range(4):
-                selectors, _, rank, low, high = rows[number]  # type: ignore[var-annotated]
-                left_half, right_half = _split_columns(values[number])
-                at = out + (rank - first)
-                left_half = _permute(left_half, selectors.to(tl.int32))
-                right_half = _permute(right_half, (selectors >> 32).to(tl.int32))
-                _store_half(at, left_half, rank, low, first, last, IS_PART)
-                _store_half(at + low, right_half, rank + low, high, first, last, IS_PART)
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
@@ -297,8 +242,10 @@ def _prefetch(at):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first", "last", "first_block"])
-def _add(dense, index, out, size, first, last, first_block, SLOTS: tl.constexpr, TURNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Add the numbers of TURNS blocks that are left to those of `out`, SLOTS at a time.
+def _compress(  # type: ignore[no-untyped-def]
+    dense, index, out, size, first, last, first_block, ADDS: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr
+):
+    """Write the numbers of TURNS blocks that are left to `out`, SLOTS at a time, or add them.
 
     Neighbouring lanes have neighbouring numbers of `out`, which take 12 loads and stores a block at 90%; by rows of
     dense numbers it took 64, and their sums were loaded only once their places were known. A lane finds its word of the
@@ -318,37 +265,30 @@ def _add(dense, index, out, size, first, last, first_block, SLOTS: tl.constexpr,
             for start in range((tl.maximum(begin, first) - begin).to(tl.int32), stop, SLOTS):
                 number = start + tl.arange(0, SLOTS)
                 at = out + (begin - first) + number
-                total = tl.load(at, mask=number < stop).to(tl.float32)
+                if ADDS:
+                    before_it = tl.load(at, mask=number < stop).to(tl.float32)
                 word = tl.zeros_like(number)
                 for step in tl.static_range(5):
                     further = word + (16 >> step)
                     word = tl.where(tl.gather(before, further, axis=0) <= number, further, word)
                 place = _select_bit(tl.gather(words, word, axis=0), number - tl.gather(before, word, axis=0))
-                total += tl.load(dense + block * 1024 + (word * 32 + place), mask=number < stop).to(tl.float32)
-                tl.store(at, total.to(out.dtype.element_ty), mask=number < stop)
+                value = tl.load(dense + block * 1024 + (word * 32 + place), mask=number < stop)
+                if ADDS:
+                    value = before_it + value.to(tl.float32)
+                tl.store(at, value.to(out.dtype.element_ty), mask=number < stop)
 
 
 def launch_compress(
-    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, turns: int = COMPRESS_TURNS
-) -> None:
-    """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums.
+    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool,
+    turns: int = COMPRESS_TURNS,
+) -> None:  # fmt: skip
+    """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums, or add it there.
 
-    turns: blocks of a program.
+    The blocks may be others' in part. turns: blocks of a program.
     """
-    index = Bitmap(bits, prefix, find_selectors(dense.device)[0])
     launch_kernel(
-        _compress, triton.cdiv(part.blocks, turns), dense, index, out,
-        part.end(dense), part.first, part.last, part.first_block, IS_PART=part.is_part, TURNS=turns, num_warps=1,
-    )  # fmt: skip
-
-
-def launch_add(
-    dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, turns: int = ADD_TURNS
-) -> None:
-    """Add what is left of `dense` to `out`, as `launch_compress` writes it; the blocks may be others' in part."""
-    launch_kernel(
-        _add, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, None), out,
-        part.end(dense), part.first, part.last, part.first_block, SLOTS=128, TURNS=turns, num_warps=1,
+        _compress, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, None), out,
+        part.end(dense), part.first, part.last, part.first_block, ADDS=adds, SLOTS=128, TURNS=turns, num_warps=1,
     )  # fmt: skip
 
 
@@ -358,7 +298,7 @@ def launch_expand(
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
     not 0 has nothing written. Others: as `launch_compress`."""
-    index = Bitmap(bits, prefix, find_selectors(dense.device)[1])
+    index = Bitmap(bits, prefix, find_selectors(dense.device))
     launch_kernel(
         _expand, triton.cdiv(part.blocks, turns), left, index, dense,
         *flags, *[None] * (2 - len(flags)), part.end(dense), part.first, part.last, part.first_block,
