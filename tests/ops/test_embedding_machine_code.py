@@ -203,3 +203,14 @@ def test_gradients_and_rows_that_they_change_are_loaded_by_16_bytes_too(action, 
     assert sum(bool(re.search(WIDE_LOAD, line)) for line in lines) >= rows + 16
     assert any(re.search(r"st\.global\.v4\.b32", line) for line in lines)
     assert not any("local" in line for line in lines if re.match(r"(ld|st)\.", line))
+
+
+@pytest.mark.parametrize("kernel", ["reduce_chunks", "combine_chunks"])
+def test_warps_that_share_a_rows_state_have_all_loaded_it_before_one_stores_it(kernel):
+    launch = backward_launches("adagrad", scaled=False)[kernel]
+    lines = compile_to_ptx(getattr(backward_kernel, kernel), launch, "sm_90", num_warps=4, num_stages=1)
+    stores = [number for number, line in enumerate(lines) if re.search(r"st\.global\.b32", line)]
+    assert stores
+    for store in stores:
+        before = [line for line in lines[:store] if re.search(r"ld\.global|bar\.sync", line)]
+        assert "bar.sync" in before[-1], before[-3:]

@@ -463,8 +463,9 @@ def _apply(target, pointers, mask, places, table, state, dim, held, first, secon
             epsilon = tl.load(settings + 1, mask=segment_mask, other=0.0)[:, None]
         if target.action == "adagrad":
             squares_at = state.to(tl.pointer_type(tl.float32)) + slot
-            squares = tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
-            squares += tl.load(squares_at, mask=segment_mask, other=0.0)
+            squares = tl.load(squares_at, mask=segment_mask, other=0.0)
+            tl.debug_barrier()  # each warp loads a row's one state, and one warp stores it
+            squares += tl.sum(tl.where(mask, total * total, 0.0), 1) / tl.maximum(dim, 1).to(tl.float32)
             tl.store(squares_at, squares, mask=segment_mask)
             step = _divide(step, tl.sqrt_rn(squares)[:, None] + epsilon)
         if target.action == "full-adagrad":
