@@ -22,7 +22,6 @@ from stretto.ops.row_sums.norm import Norm, normalize_by_torch
 ENTRIES = 6
 EPS = 2.0**-10
 _GEMM = "ops.small_m.gemm_exchange"
-_WHOLE = "ops.decoding.matmul_all_reduce_norm.multiply_sum_normalize"
 _LEAVES = "ops.invariant.kernels.sum_leaves"
 _SUMS = "ops.row_sums.kernel.sum_and_normalize"
 _EXPERTS = "ops.invariant.grouped.sum_expert_leaves"
@@ -251,8 +250,8 @@ def list_configurations() -> list[Configuration]:
             suits=lambda ranks, is_invariant=is_invariant: (ranks in powers or not is_invariant) and ranks > 1,
         )
         for name, covers, kernels, form, rows, is_invariant, dtype in (
-            ("product-norm", "product, sum, residual and norm", (_WHOLE,), "product", 2, False, torch.bfloat16),
-            ("product-norm-rows", "the same of many rows", (_GEMM, _SUMS), "product", 70, False, torch.float32),
+            ("product-norm", "product, sum, residual and norm", (_GEMM, _SUMS), "product", 16, False, torch.bfloat16),
+            ("product-norm-fp32", "the same in fp32", (_GEMM, _SUMS), "product", 3, False, torch.float32),
             ("sum-norm", "all-reduce, residual and norm", (_SUMS,), "sum", 33, False, torch.bfloat16),
             ("invariant-norm", "an invariant product and norm", (_LEAVES, _SUMS), "product", 70, True, torch.bfloat16),
             ("invariant-sum", "ranks added by a tree", (_SUMS,), "sum", 5, True, torch.float16),

@@ -31,7 +31,6 @@ from stretto.ops.gemm import (
     tile_width,
 )
 from stretto.ops.operator import OperatorWorkspace, abandon, find_workspace
-from stretto.tiles.packets import store_packets
 
 _PACKET_BYTES = 4
 _STREAMING_BYTES = 200 << 10  # of shared memory
@@ -115,14 +114,12 @@ def launch(
     config: KernelConfig,
     product: GroupProduct,
     world: int,
-    ending: tuple[Any, ...] | None = None,
 ) -> OperatorWorkspace:
     """Launch the call's only kernel: x [m, k], weight [n, k]; out [m, n], or of "scatter" [m / world, n].
 
     Of "push" it is the first of two: out gives shape and dtype of the sums, and the next launch takes the packets from
     the workspace, which this returns, and ends the call. Its programs wait for nothing, so they may be as many as
-    the configuration says. ending: the kernel in place of the first one that does all of the call, what it is compiled
-    for, and its last arguments.
+    the configuration says.
     """
     x, weight, bias, out, group, scales = product
     (m, k), n = x.shape, weight.shape[0]
@@ -143,14 +140,13 @@ def launch(
     in_fours = n * out.element_size() % (4 * _PACKET_BYTES) == 0
     slot_words = workspace.words(1, torch.int32)
     exchange = PacketExchange(out.shape[0], slot_words, fixed(form), fixed(chunk), fixed(in_fours))
-    kernel, key, last = ending or (gemm_exchange, None, (bias, out))
     stream_k = StreamK(0, divide_up(k, blocks.k), unit_steps, partials, workspace.arrivals)
     try:
         workspace.channel.launch(
-            kernel,
-            (operator, form, key, specialization_key(blocks, x, weight, gemm, bias, out)),
+            gemm_exchange,
+            (operator, form, specialization_key(blocks, x, weight, gemm, bias, out)),
             programs,
-            (channel, gemm, stream_k, exchange, a, b, staging, *last),
+            (channel, gemm, stream_k, exchange, a, b, staging, bias, out),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -250,7 +246,7 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype
 
 @triton.jit
 def multiply_steps(  # type: ignore[no-untyped-def]
-    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr, slots=None
+    channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr
 ):
     """Multiply the unit-th work unit's steps of all tiles, and send the tiles that this completes."""
     steps = tl.cdiv(gemm.k, gemm.block_k)
@@ -264,33 +260,20 @@ def multiply_steps(  # type: ignore[no-untyped-def]
         if gemm.parts == 1:
             total, is_complete, begin = multiply_unit(gemm, stream_k, a, b, row, column, 0, begin, end)
             if is_complete:
-                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype, slots)
+                send_tile(channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype)
         else:
             totals = multiply_columns(gemm, a, b, row, column)
             begin += steps
             for part in tl.static_range(gemm.parts):
                 at = column + part * gemm.block_n
-                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype, slots)
-
-
-@triton.jit
-def find_slots(channel, exchange, slot, pairs):  # type: ignore[no-untyped-def]
-    """Where this rank's packets go at all ranks, the next one first: loaded before the product, which they end."""
-    own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
-    slots = ()
-    for distance in tl.static_range(1, channel.world + 1):
-        slots = slots + (tiles.peer_pointer(channel, own, (channel.rank + distance) % channel.world),)  # noqa: RUF005
-    return slots
+                send_tile(channel, gemm, exchange, slot, totals[part], row, at, pairs, publishes, dtype)
 
 
 @triton.jit
 def send_tile(  # type: ignore[no-untyped-def]
-    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr, slots=None
+    channel, gemm, exchange, slot, total, row, column, pairs, publishes, dtype: tl.constexpr
 ):
-    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns].
-
-    slots: of "push", what `find_slots` has found, if it did.
-    """
+    """Send a tile's packets to where they are added up, at place [this rank, row, pair of columns]."""
     each: tl.constexpr = 32 // dtype.primitive_bitwidth
     total = scale_tile(gemm, gemm.row_scales, total, row, column, gemm.m)
     if each == 2:
@@ -304,10 +287,7 @@ def send_tile(  # type: ignore[no-untyped-def]
     mask = (at < gemm.m) & (pair < pairs) & publishes
     own = slot + tl.cast(channel.rank, tl.int64) * (exchange.rows * pairs)
     fours: tl.constexpr = exchange.in_fours
-    if slots is not None:
-        for number in tl.static_range(channel.world):
-            store_packets(slots[number] + (at * pairs + pair), data, mask, fours)
-    elif exchange.form == "one-shot" or exchange.form == "push":
+    if exchange.form == "one-shot" or exchange.form == "push":
         for distance in tl.static_range(1, channel.world + 1):
             peer = (channel.rank + distance) % channel.world
             tiles.push_packets(channel, own, at * pairs + pair, data, mask, rank=peer, in_fours=fours, publishes=True)

@@ -7,13 +7,12 @@ from tests.tiles.machine_code import make_channel
 
 from stretto.ops.decoding import paged_kernels as paged
 from stretto.ops.decoding import rotary_cache
-from stretto.ops.decoding.matmul_all_reduce_norm import multiply_sum_normalize
-from stretto.ops.gemm import StreamK, describe_gemm, fixed
+from stretto.ops.gemm import describe_gemm, fixed
 from stretto.ops.invariant import grouped
 from stretto.ops.invariant import kernels as invariant
 from stretto.ops.row_sums import kernel as row_sums
 from stretto.ops.row_sums import norm
-from stretto.ops.small_m import PacketExchange, choose_streaming
+from stretto.ops.small_m import PacketExchange
 
 HALF = torch.zeros(256, dtype=torch.bfloat16)
 FLOATS = torch.zeros(256)
@@ -82,20 +81,6 @@ def launch_leaves(m, n, k, leaves, form="none", *, transposed=False, tile=None):
     return invariant.sum_leaves, arguments, options
 
 
-def launch_product_and_norm(m=1, n=4096, k=7168):
-    blocks, x = choose_streaming(m, n, k, 132), torch.empty(m, k, dtype=torch.bfloat16)
-    weight = torch.empty(n, k, dtype=torch.bfloat16)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, in_parts=True)
-    steps = k // blocks.k
-    exchange = PacketExchange(m, 1 << 20, fixed("push"), fixed(256), fixed(True))
-    operands = row_sums.SumOperands(None, HALF.new_empty(m, n), FLOATS, None, HALF.new_empty(m, n))
-    ending, _ = row_sums.describe_sums(operands, torch.bfloat16, 0, blocks.num_warps, norm=RMS)
-    channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
-    arguments = channel, gemm, StreamK(0, steps, steps, None, WORDS), exchange, a, b, WORDS, *ending
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    return multiply_sum_normalize, arguments, options
-
-
 def launch_rotation(*, heads=32, kv_heads=8, size=128):
     row = (heads + 2 * kv_heads) * size
     tensors = (*(HALF.clone() for _ in range(8)), torch.zeros(64, dtype=torch.int64), row, row, row)
@@ -115,7 +100,6 @@ def launch_expert_leaves(n, k, leaves, experts=8, rows=64):
 
 
 LAUNCHES = {
-    "ops.decoding.matmul_all_reduce_norm.multiply_sum_normalize": launch_product_and_norm,
     "ops.decoding.paged_kernels.attend_chunks": lambda: launch_paged("attend_chunks", paged.CHUNKS),
     "ops.decoding.paged_kernels.attend_singles": lambda: launch_paged("attend_singles", paged.SINGLES, new=True),
     "ops.decoding.rotary_cache.rotate_and_store_heads": launch_rotation,

@@ -2,7 +2,7 @@
 """Operators of inference: products and sums with the norm that follows them, and attention to a paged cache.
 
 all_reduce_norm         all-reduce + residual + norm, in one launch for few rows
-matmul_all_reduce_norm  the same after a product, in one launch or two
+matmul_all_reduce_norm  the same after a product, in two launches
 paged_attention         the attention operator: checks, choice, split of the work
 paged_kernels           its kernels
 rotary_cache            rotary positions, and the cache's new keys and values

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM + all-reduce + residual + norm, for decoding: in one launch for few rows, or two."""
+"""GEMM + all-reduce + residual + norm, for decoding: in two launches for few rows."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from stretto import tiles
-from stretto.memory.gpus import count_processors, limit_waiting
+from stretto.memory.gpus import count_processors
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
-from stretto.ops.gemm import Blocks, GroupProduct
+from stretto.ops.gemm import GroupProduct
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
@@ -29,14 +26,7 @@ from stretto.ops.operator import (
     require_agreement,
     require_operands,
 )
-from stretto.ops.row_sums.kernel import (
-    SumOperands,
-    add_in_parts,
-    count_rows_at_a_time,
-    describe_sums,
-    launch_sums,
-    sum_row,
-)
+from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
@@ -47,10 +37,6 @@ from stretto.ops.row_sums.norm import (
     require_norm_operands,
 )
 from stretto.ops.scaled import scaled_matmul_all_reduce
-from stretto.ops.small_m import find_slots, multiply_steps
-from stretto.tiles.call_state import load_groups_limit
-
-_WIDEST_BYTES = 16 << 10  # of a row that a program of four warps adds up in registers
 
 
 def matmul_all_reduce_norm(
@@ -73,8 +59,8 @@ def matmul_all_reduce_norm(
     x: [..., k], weight: [n, k], as in `matmul_all_reduce`; residual: [..., n], the same on all ranks; bias: [n] of x's
     dtype, added once. norm, eps, offset, norm_weight and norm_bias are those of `all_reduce_norm`. The bits are those
     of `matmul_all_reduce`, an addition and the norm, one after another (on one rank, and of few rows on GPUs, within
-    rounding). Few rows take one launch: a product that sends its tiles as packets, whose last programs add them up,
-    with residual and norm. Where these would be too many, or too wide, another kernel does that.
+    rounding). Few rows take two launches: a product that sends its tiles as packets, and a kernel that adds them up,
+    with residual and norm.
 
     invariant: a row's bits depend neither on the number of rows nor on the other rows, nor on the number of ranks (1,
     2, 4 or 8 of the same k): see `matmul_all_reduce`. There are no gradients. ValueError for other input, PeerError for
@@ -189,13 +175,6 @@ def _compute(
         blocks = small_m.choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
         config = config if blocks is None else config._replace(blocks=blocks)
     product = GroupProduct(x, weight, None, residual, group)
-    assert config.blocks is not None
-    if _takes_one_launch(config.blocks, x, weight):
-        sums = SumOperands(*operands, torch.empty_like(residual))
-        arguments, key = describe_sums(sums, x.dtype, 0, config.blocks.num_warps, norm=norm)
-        ending = multiply_sum_normalize, key, arguments
-        small_m.launch("matmul_all_reduce_norm", "push", config, product, world, ending)
-        return arguments[-1].normed, sums.added
     workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world)
     try:
         channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
@@ -204,39 +183,6 @@ def _compute(
     except BaseException:
         abandon(group, workspace.channel)
         raise
-
-
-def _takes_one_launch(blocks: Blocks, x: Tensor, weight: Tensor) -> bool:
-    """True if the programs of the product that end last can have a row of the sum each."""
-    (m, k), n = x.shape, weight.shape[0]
-    most = min(limit_waiting(m, x.device), small_m.split_steps(m, n, k, blocks)[1])
-    return m <= most and n * x.element_size() <= _WIDEST_BYTES
-
-
-@triton.jit
-def multiply_sum_normalize(channel, gemm, stream_k, exchange, a, b, staging, packets, form, tensors):  # type: ignore[no-untyped-def]
-    """added = residual + (the sum over all ranks of a @ b.T, + bias); normed = its norm: gemm_exchange and the rest.
-
-    Order: each program multiplies its work unit and sends the tiles that this completes, to all ranks. Those that do so
-    last, as many as there are rows, add up a row each; the others end.
-    Signals: none but the packets.
-    Waits: for packets, by the last programs alone. All others have sent theirs, or are these; no more programs wait
-    than `limit_waiting` allows, so that those which are not yet placed find one.
-    Failure: packets are sent only while no wait of this process has failed.
-    Reuse: two slots, by the call's number; every rank waits for the sums of all ranks' packets: see `call_slot`.
-    """
-    dtype: tl.constexpr = tensors.added.dtype.element_ty
-    pairs = tl.cdiv(gemm.n, 32 // dtype.primitive_bitwidth)
-    slot = staging + tiles.call_slot(channel).to(tl.int64) * exchange.slot_words
-    publishes = tiles.may_publish(channel)
-    slots = find_slots(channel, exchange, slot, pairs)
-    unit = tl.program_id(0)
-    multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype, slots)
-    row = tiles.arrive_produced(channel) - (tl.num_programs(0) - gemm.m)
-    if row >= 0:
-        limit = load_groups_limit(channel)
-        sum_row(channel, packets, form, slot, tensors, row, gemm.m, gemm.n)
-        tiles.end_unsignalled_call(channel, gemm.m, limit)
 
 
 def multiply_sum_norm(
