@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.long  # mypy finds names that are gone, too
 @pytest.mark.usefixtures("forks_torch_processes")
 def test_all_modules_of_gpu_tests_import():
     names = [f"tests.gpu.{path.stem}" for path in sorted((ROOT / "tests/gpu").glob("*.py"))]
