@@ -252,10 +252,10 @@ def list_modules_of_a_call(plan):
 
 
 @pytest.mark.parametrize("plan", ["auto", "pushes"])
-def test_five_modules_have_all_of_a_call(interpret, plan):
-    """Checks, choice, configuration, workspace, launch and kernel: what a reader opens."""
+def test_six_modules_have_all_of_a_call(interpret, plan):
+    """Checks, choice and whether it may be timed, configuration, workspace, launch and kernel: what a reader opens."""
     for found in interpret(2, list_modules_of_a_call, plan):
-        assert found == {"all_gather_matmul", "choices", "config", "gemm", "operator"}
+        assert found == {"all_gather_matmul", "choices", "config", "confirmation", "gemm", "operator"}
 
 
 @pytest.mark.parametrize("plan", ["copies", "pushes"])

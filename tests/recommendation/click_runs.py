@@ -73,13 +73,13 @@ def train_with_kernels(config: DLRMTrainConfig) -> int:
 
     assert pooled_exchange.choose_operators("kernel", torch.float32, torch.device("cpu"), [4]) is ops
     updating = sys.modules[ops.embedding_all_to_all_updating.__module__]
-    update, calls = ops.embedding_all_to_all_update, []
+    update, calls = updating.update_tables, []
 
-    def counted(*arguments: Any, **options: Any) -> None:
-        calls.append(options["update"].optimizer)
-        update(*arguments, **options)
+    def counted(*arguments: Any) -> None:
+        calls.append(arguments[5].optimizer)
+        update(*arguments)
 
-    with mock.patch.object(updating, "embedding_all_to_all_update", counted):
+    with mock.patch.object(updating, "update_tables", counted):
         train(config, display="none")
     assert set(calls) == {"adagrad"}
     return len(calls)

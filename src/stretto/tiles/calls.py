@@ -89,24 +89,22 @@ def end_call(channel, producer):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def end_unsignalled_call(channel, programs=None, limit=None):  # type: ignore[no-untyped-def]
+def end_unsignalled_call(channel, limit=None):  # type: ignore[no-untyped-def]
     """End a call as `end_call` does, where no tile was notified: for calls that communicate by packets.
 
-    programs: how many call it; None: all. limit: what `load_groups_limit` gave earlier, so that nothing waits for it.
+    limit: what `load_groups_limit` gave earlier, so that nothing waits for it.
     """
-    if programs is None:
-        programs = tl.num_programs(0)
     tl.debug_barrier()
-    is_last = programs == 1
-    if programs > 1:
-        is_last = _is_last_to_end(channel, programs)
+    is_last = tl.num_programs(0) == 1  # which needs no atomic
+    if tl.num_programs(0) > 1:
+        is_last = _is_last_to_end(channel)
     if is_last:
         _end(channel, limit)
 
 
 @triton.jit
-def _is_last_to_end(channel, programs=None):  # type: ignore[no-untyped-def]
-    """Count this program as done and return whether all others were done before it, of so many (None: of all).
+def _is_last_to_end(channel):  # type: ignore[no-untyped-def]
+    """Count this program as done and return whether all others were done before it.
 
     Order: each program has already used whatever it loaded of the call's state, in an address, a branch or a store, so
     the relaxed addition alone says that it is done.
@@ -115,9 +113,7 @@ def _is_last_to_end(channel, programs=None):  # type: ignore[no-untyped-def]
         channel.begun_in_kernel, "a call that began by begin ends by itself: end_call is for calls by enter"
     )
     tl.debug_barrier()
-    if programs is None:
-        programs = tl.num_programs(0)
-    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == programs - 1
+    return tl.atomic_add(channel.state + ENDED, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1
 
 
 @triton.jit
