@@ -183,7 +183,7 @@ def gemm_exchange(channel, gemm, stream_k, exchange, a, b, staging, bias, out): 
     publishes = tiles.may_publish(channel)
     units = tl.num_programs(0)  # as many as programs: see `split_steps`
     while unit < units:
-        multiply_steps(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
+        _multiply_unit(channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype)
         unit = units if exchange.form == "push" else tiles.claim(channel)
     if exchange.form != "push":
         _add_and_store(channel, gemm, exchange, slot, bias, out, size, unit, units, pairs, publishes)
@@ -245,7 +245,7 @@ def _add_chunk(channel, gemm, slot, bias, size, pairs, index, mask, chunk, dtype
 
 
 @triton.jit
-def multiply_steps(  # type: ignore[no-untyped-def]
+def _multiply_unit(  # type: ignore[no-untyped-def]
     channel, gemm, stream_k, exchange, a, b, slot, unit, pairs, publishes, dtype: tl.constexpr
 ):
     """Multiply the unit-th work unit's steps of all tiles, and send the tiles that this completes."""

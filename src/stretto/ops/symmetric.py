@@ -21,7 +21,7 @@ BLOCKS = Blocks(m=128, n=128, k=64, group_rows=1, num_warps=8, num_stages=4, pro
 
 
 def suits_symmetric(matrix: Tensor) -> bool:
-    """Whether `symmetric_product` is faster than a library: of 16 bits, 3,072 rows at least, on Hopper."""
+    """Return True where `symmetric_product` is faster than a library: 16 bits, at least 3,072 rows, on Hopper."""
     is_large = matrix.dim() == 2 and len(matrix) >= _LEAST_ROWS and matrix.dtype in (torch.bfloat16, torch.float16)
     return is_large and matrix.is_cuda and find_capability(matrix.device.index) == (9, 0)
 

@@ -46,6 +46,7 @@ def push_packets(  # type: ignore[no-untyped-def]
     if publishes is None:
         publishes = may_publish(channel)
     mask = mask & publishes
+    packets = tl.where(data == 0, _ZERO, data)
     if ranks is None:
         places = peer_pointer(channel, pointer, rank) + offsets
     else:
@@ -57,13 +58,6 @@ def push_packets(  # type: ignore[no-untyped-def]
         for peer in tl.static_range(channel.world):
             distances = tl.where(ranks == peer, tl.load(channel.addresses + channel.world + peer), distances)
         places = ((pointer + offsets).to(tl.int64) + distances).to(tl.pointer_type(tl.int32))
-    store_packets(places, data, mask, in_fours)
-
-
-@triton.jit
-def store_packets(places, data, mask, in_fours: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store 32-bit `data` as packets, as `push_packets` does, at addresses that the caller has found."""
-    packets = tl.where(data == 0, _ZERO, data)
     # tl.store stores each element once. With inline assembly every thread that holds a copy would store, and a late one
     # would put a packet where the reader has already taken it.
     if in_fours:

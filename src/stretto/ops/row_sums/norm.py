@@ -241,7 +241,7 @@ def sum_exactly(value, there, SQUARED: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def load_factor(form, weight, column, columns):  # type: ignore[no-untyped-def]
-    """What a norm multiplies each column by: fp32 [1, block]."""
+    """Load the factors by which a norm multiplies columns: fp32 [1, block]."""
     return tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32) + form.offset
 
 

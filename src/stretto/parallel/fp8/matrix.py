@@ -84,7 +84,7 @@ class ScaledOperand:
     def of(
         cls, shape: torch.Size, rows: ScaledMatrix | None, columns: ScaledMatrix | None, recipe: Fp8Recipe
     ) -> "ScaledOperand":
-        """What was cast before, of x of this shape: rows, columns or both."""
+        """Make the operand of an x of this shape that was cast before, to rows, columns or both."""
         known = rows or columns
         assert known is not None
         found = cls(known, recipe, known.data.dtype)
@@ -160,7 +160,7 @@ def cast_in_graph(x: Tensor, recipe: Fp8Recipe, *, is_gradient: bool, wants_colu
 
 
 def take_casts(casts: Sequence[Tensor], recipe: Fp8Recipe) -> tuple[ScaledMatrix, ScaledMatrix | None]:
-    """What `cast_in_graph` has made: rows, and columns if there are some."""
+    """Split what `cast_in_graph` has made into rows, and columns if there are some."""
     rows = ScaledMatrix(casts[0], casts[1 if recipe == "rowwise" else -1])
     return rows, ScaledMatrix(*casts[-2:]) if len(casts) > 2 else None
 

@@ -257,7 +257,7 @@ class LinearPlan:
         return "rows"
 
     def cast_in_graph(self, x: Tensor, *, wants_columns: bool) -> Sequence[Tensor]:
-        """What products take in place of the input, made in the graph that is being traced, and once of each input: a
+        """Make what products take in place of the input, in the graph that is being traced, and once of each input: a
         compiler makes one call of several that are alike. The last two are for the weight's gradient (wants_columns).
         """
         return ()
@@ -272,7 +272,7 @@ class LinearPlan:
         return x
 
     def saved_input(self, x: Tensor, left: Tensor) -> Tensor:
-        """What to save of the input, of which `left` was made."""
+        """Return what to save of the input, of which `left` was made."""
         return x
 
     def gradient_operand(self, gradient: Tensor, *, needs_both: bool) -> Tensor:
