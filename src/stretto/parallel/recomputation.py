@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from stretto.execution import Recomputation
 from stretto.huggingface.pretrained_model import (
@@ -126,14 +126,11 @@ def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
     A compiler traces neither it nor the block: the recomputation, which no compiler calls, has to save what the forward
     pass has saved. torch's `checkpoint` does the same. What was compiled before, say a block's MLP, stays so.
     """
-    mode, contexts = Recomputation.parse(recompute), partial(recomputation_contexts, recompute)
-    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-    runners: list[_Runner] = [run] * blocks
-    if mode.kind == "every":
-        loop = _SegmentedLoop(mode.blocks, blocks, contexts)
-        runners = [partial(loop.run, number) for number in range(blocks)]
-    elif mode.kind == "host":
-        runners = [_InputsOnHost(run).run] * blocks
+    mode = Recomputation.parse(recompute)
+    loop = _SegmentedLoop(mode.blocks, blocks, partial(recomputation_contexts, recompute))
+    runners: list[_Runner] = [partial(loop.run, number) for number in range(blocks)]
+    if mode.kind == "host":
+        runners = [_InputsOnHost(runners[0]).run] * blocks
     return [torch.compiler.disable(runner) for runner in runners]
 
 
