@@ -61,8 +61,8 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
         return
     blocks = check_blocks(model, recompute, names)
     for module in model.modules():
-        if isinstance(module, ShardedModule):
-            module.is_local = False  # a graph would have no outputs for a mode to keep
+        if isinstance(module, ShardedModule) and not mode.sums_again:
+            module.is_local = False  # plain products are no outputs for a mode to keep
             module.followed = None
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()

@@ -506,7 +506,7 @@ class ParallelLinear(ShardedModule):
         in_fp8 = self.plan.shard.scaling is not None
         is_local = self.is_local and x.ndim > 1 and (not in_fp8 or torch.compiler.is_compiling())
         found = self.local_tensors() if is_local else None
-        if found is not None:
+        if found is not None and len(found) == 2:  # else the weight is cast first
             weight, bias = found
             assert weight is not None
             if torch.is_autocast_enabled(x.device.type):
@@ -524,16 +524,14 @@ class ParallelLinear(ShardedModule):
 
     def can_be_local(self, grid: Grid) -> bool:
         plan = self.plan
-        is_alone = (
-            plan.tokens is None
-            and not (plan.matmuls.is_on or plan.is_invariant)
-            and grid.size("x") == grid.size("y") == 1
-        )
-        return is_alone and plan.shard.takes_own_gradient(self.weight)
+        has_all = plan.tokens is None and plan.shard.group.size() == grid.size("x") == grid.size("y") == 1
+        return has_all and not (plan.matmuls.is_on or plan.is_invariant)
 
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
-        weight = {"weight": self.plan.shard.taking(self.weight)} if self.is_local else {}
-        return weight if self.bias is None and not weight else {**weight, "bias": None}
+        shard = self.plan.shard
+        if self.is_local and shard.takes_own_gradient(self.weight):  # now: an optimizer may have converted it
+            return {"weight": shard.taking(self.weight), "bias": None}
+        return {} if self.bias is None else {"bias": None}
 
     @not_compiled
     def forward_on_grid(self, x: Tensor) -> Tensor:
