@@ -105,6 +105,7 @@ class OptimizerStateStore:
         self.device = device
         self.weights = weights or FlatWeights(layout, dtypes[0], device)
         self.gradients = torch.empty(0, dtype=dtypes[1], device=device)
+        self._gradients_of: list[Tensor] = []  # views of these, by parameter
         self.update, self.residence, self.communicator = update, residence, communicator
         self.clip, self.loss_scale, self.skips_nonfinite = clip, loss_scale, skips_nonfinite
         self.histories = [0] * len(self.parameters)
@@ -125,6 +126,10 @@ class OptimizerStateStore:
     def prepare(self) -> None:
         """Allocate gradients, and the state that the weights have not needed so far; averages begin with them."""
         self.gradients = torch.zeros(self.layout.size, dtype=self.gradients.dtype, device=self.device)
+        self._gradients_of = [
+            self.gradients[place.start : place.stop].view(own.shape)
+            for own, place in zip(self.parameters, self.layout.places, strict=True)
+        ]
         self.residence.prepare(self.weights, self.gradients)
         sets, kept = self.residence.weight_buffers, self.residence.arrays
         if AVERAGE in kept:
@@ -135,18 +140,17 @@ class OptimizerStateStore:
 
     # Gradients.
 
-    @torch.no_grad()
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
-        place, step = self.layout.places[index], self._step
-        own, take = self.gradients[place.start : place.stop], self.weights.take_gradient
-        if index in step.late:
-            take(index, gradient, step.late[index], adds=True)
-        elif index in step.complete:
-            step.late[index] = torch.empty_like(own)
-            take(index, gradient, step.late[index], adds=False)
+        step, gradient, adds = self._step, gradient.detach(), True
+        if index not in step.complete:
+            out, adds = self._gradients_of[index], index in step.present
+        elif index in step.late:
+            out = step.late[index]
         else:
-            take(index, gradient, own, adds=index in step.present)
+            out, adds = torch.empty_like(self._gradients_of[index]), False
+            step.late[index] = out
+        self.weights.take_gradient(index, gradient, out, adds=adds)
         step.present.add(index)
 
     def complete(self, index: int) -> None:
@@ -167,19 +171,18 @@ class OptimizerStateStore:
         A step may have several: what is added after the first of them is late.
         """
         step = self._step
-        for index, place in enumerate(self.layout.places):
+        for index, gradient in enumerate(self._gradients_of):
             if index not in step.present:
-                self.gradients[place.start : place.stop].zero_()
+                gradient.zero_()
         for chunk in self.layout.chunks:
             if chunk.index not in step.started:
                 self._start(chunk)
         step.complete.update(range(len(self.parameters)))
         for index in sorted(step.late):
-            place = self.layout.places[index]
             total = self.communicator.start_sum(self.parameters[index].key, step.late[index]).wait()
             for chunk in self._chunks_of[index]:
                 step.started[chunk.index].wait()
-            self.gradients[place.start : place.stop].add_(total)
+            self._gradients_of[index].add_(total)
         step.late.clear()
 
     def _start(self, chunk: Chunk) -> None:

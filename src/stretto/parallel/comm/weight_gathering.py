@@ -81,8 +81,8 @@ class WeightToGather:
             bits = own.view(torch.uint8).transpose(0, self.dim)  # not all backends send fp8
             pending = start_gather_rows(bits, self.rows, self.group or group, levels)
             return replace(pending, result=pending.result.view(own.dtype), fp8_scale=scale)
-        shard = local(current).transpose(0, self.dim)
-        shard = shard if self.dtype is None else shard.to(self.dtype)
+        shard = local(current) if not self.dim else local(current).transpose(0, self.dim)
+        shard = shard if self.dtype in (None, shard.dtype) else shard.to(self.dtype)
         return start_gather_rows(shard, self.rows, self.group or group, levels)
 
     def version(self, current: Tensor) -> Version:
@@ -293,8 +293,11 @@ class WeightPrefetcher(WeightGatherer):
         order.position += 1
 
     def _start_next(self, order: _GatherOrder) -> None:
-        while len(order.started) < PREFETCH_DEPTH and order.position + len(order.started) < len(order.keys):
-            key = order.keys[order.position + len(order.started)]
+        while len(order.started) < PREFETCH_DEPTH:
+            place = order.position + len(order.started)
+            if place >= len(order.keys):
+                return
+            key = order.keys[place]
             weight = self._weights[key]
             version = weight.version(weight.parameter)
             order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group, self.levels)))
