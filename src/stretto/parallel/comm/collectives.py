@@ -326,7 +326,7 @@ def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup, levels
     with collective("all_gather", group) as issued:
         work = None if levels is None else levels.all_gather(whole, source, group)
         work = work or _all_gather(whole, source, group=group, async_op=True)
-        return Pending(_first(whole, rows), issued.watch(work, whole), source)
+        return Pending(first_rows(whole, rows), issued.watch(work, whole), source)
 
 
 def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -351,7 +351,7 @@ def start_scatter_rows(
     with collective("reduce_scatter", group) as issued:
         work = None if levels is None else levels.reduce_scatter(part, source, group, op)
         work = work or _reduce_scatter(part, source, op=op, group=group, async_op=True)
-        return Pending(_first(part, local_rows), issued.watch(work, part), source, factor)
+        return Pending(first_rows(part, local_rows), issued.watch(work, part), source, factor)
 
 
 def start_scatter_narrow_rows(
@@ -385,7 +385,8 @@ def start_all_to_all(
         return Pending(received, issued.watch(run, received), sent)
 
 
-def _first(tensor: Tensor, rows: int) -> Tensor:
+def first_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The first rows of a tensor; itself if it has no others."""
     return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 

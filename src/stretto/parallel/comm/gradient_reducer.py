@@ -153,6 +153,7 @@ class GradientReducer:
         self.at_failure: list[Callable[[], None]] = []
         self.sharded: dict[nn.Parameter, WeightToGather] = {}  # how z shards weights
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
+        self._held: dict[nn.Parameter, Tensor | None] = {}  # what `.grad` held of those that autograd accumulates now
         self.order = order  # over z
         stage = grid.communicator(STAGE)
         how = {"averages": averages, "overlaps": overlap.data}
@@ -254,12 +255,17 @@ class GradientReducer:
             return
         # A weak reference: Python's garbage collector does not see what the second kind of hook refers to, so that a
         # cycle would never be freed.
-        this = ref(self)
+        this, held = ref(self), self._held
+
+        def after(done: nn.Parameter) -> None:
+            if done in held:
+                alive(this)._after_accumulation(done)
+
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # frozen parameters get hooks too: they may be trained later
         watched.hooks = [
             parameter.register_hook(lambda made: self._before_accumulation(parameter, made)),
-            parameter.register_post_accumulate_grad_hook(lambda done: alive(this)._after_accumulation(done)),
+            parameter.register_post_accumulate_grad_hook(after),
         ]
         parameter.requires_grad_(is_trainable)
 
@@ -282,6 +288,7 @@ class GradientReducer:
         if self._passes and self.ring is not None:
             self.ring.drop()
         self._passes.clear()
+        self._held.clear()
         for drop in self.at_failure:
             drop()
 
@@ -359,9 +366,9 @@ class GradientReducer:
             self._settle(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
         self._follow_scatter(*parameters)
-        scaled = [
-            self._scale_first(parameter, self._unsharded.add_to(parameter, whole)) for parameter, whole in gradients
-        ]
+        if self.has_kept_unsharded:
+            gradients = [(parameter, self._unsharded.add_to(parameter, whole)) for parameter, whole in gradients]
+        scaled = [self._scale_first(parameter, whole) for parameter, whole in gradients]
         pending = start([gradient for _, gradient in scaled], [scale for scale, _ in scaled])
         self._add_scatter(current, list(zip(parameters, pending, strict=True)))
 
@@ -396,20 +403,17 @@ class GradientReducer:
         made: by autograd; None where all of the gradient has come by `reduce_scatter_gradient` or `take`.
         """
         self.defer_hooks(parameter)
-        current = self._enter()
+        self._enter()
         if made is None:
             return
-        current.held[parameter] = parameter.grad
+        self._held[parameter] = parameter.grad
         if self.is_syncing or self.sink is not None:
             parameter.grad = None
         else:
             self._note_unsummed(parameter)
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:
-        current = self._enter()
-        if parameter not in current.held:
-            return
-        before = current.held.pop(parameter)
+        current, before = self._enter(), self._held.pop(parameter)
         if not self.is_syncing and self.sink is None:
             return
         made, parameter.grad = parameter.grad, before
@@ -524,9 +528,10 @@ class GradientReducer:
             self._watched[parameter].expected = count
         del self._passes[task]
         self.at_end()
-        for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
-            parameter.grad = gradient
-        if current.held:
+        if self._held:  # autograd has made these gradients, and accumulated none
+            for parameter, gradient in self._held.items():
+                parameter.grad = gradient
+            self._held.clear()
             raise RuntimeError(REFUSED_GRAD)
         if self.is_syncing and current is outermost and self.listener is not None:
             self.listener.finish()

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.parallel.comm.autograd import (
     apply,
+    directly_called,
     is_asked_for,
     not_compiled,
     once_differentiable,
@@ -404,6 +405,7 @@ class LinearPlan:
         self.shard.start_reduction(parameter, product)
 
 
+@directly_called
 class _SaveFirst(torch.autograd.Function):
     """Saves tensors for the backward pass of a `_Linear3D` before it computes its product.
 
@@ -425,6 +427,7 @@ class _SaveFirst(torch.autograd.Function):
         return None, None, None
 
 
+@directly_called
 class _Linear3D(torch.autograd.Function):
     """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd.
 
