@@ -112,7 +112,7 @@ class OptimizerStateStore:
         self._history: dict[int, History] = {0: History()}
         decays = {layout.places[index].segment: own.weight_decay for index, own in enumerate(self.parameters)}
         self._weight_decays = tuple(decays[segment] for segment in sorted(decays))
-        self._step = _StepGradients()
+        self._begin_gradients()
         self._chunks_of: dict[int, list[Chunk]] = {index: [] for index in range(len(self.parameters))}
         for chunk in layout.chunks:
             for index in chunk.parameters:
@@ -140,6 +140,9 @@ class OptimizerStateStore:
 
     # Gradients.
 
+    def _begin_gradients(self) -> None:
+        self._step = _StepGradients(left={chunk.index: len(chunk.parameters) for chunk in self.layout.chunks})
+
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
         step, gradient, adds = self._step, gradient.detach(), True
@@ -160,7 +163,7 @@ class OptimizerStateStore:
             return
         step.complete.add(index)
         for chunk in self._chunks_of[index]:
-            step.left[chunk.index] = step.left.get(chunk.index, len(chunk.parameters)) - 1
+            step.left[chunk.index] -= 1
             if not step.left[chunk.index]:
                 self._start(chunk)
 
@@ -199,7 +202,7 @@ class OptimizerStateStore:
         """Forget the gradients of the running step. Sums that have been started are waited for."""
         for reduction in self._step.started.values():
             reduction.wait()
-        self._step = _StepGradients()
+        self._begin_gradients()
 
     # The step.
 
@@ -259,7 +262,7 @@ class OptimizerStateStore:
                 self._update(bucket)
         self.residence.finish()
         self.update.end()
-        self._step = _StepGradients()
+        self._begin_gradients()
         return norm
 
     def _norm(self, squares: dict[int, Tensor]) -> Tensor:

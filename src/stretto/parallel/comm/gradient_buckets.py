@@ -369,7 +369,8 @@ StartedScatter = tuple[nn.Parameter, Pending]
 class BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram of `gradient_reducer`).
 
-    scatters: started reduce-scatters, each of one weight or of a block's parameters. arrived: the parts that have come of gradients that lack others. counts: how many parts each gradient had.
+    scatters: started reduce-scatters, each of one weight or of a block's parameters. arrived: the parts that have come
+    of gradients that lack others. counts: how many parts each gradient had.
     """
 
     scatters: deque[list[StartedScatter]] = field(default_factory=deque)

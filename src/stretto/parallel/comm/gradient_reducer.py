@@ -38,6 +38,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -264,7 +265,7 @@ class GradientReducer:
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # frozen parameters get hooks too: they may be trained later
         watched.hooks = [
-            parameter.register_hook(lambda made: self._before_accumulation(parameter, made)),
+            parameter.register_hook(partial(self._before_accumulation, parameter)),
             parameter.register_post_accumulate_grad_hook(after),
         ]
         parameter.requires_grad_(is_trainable)

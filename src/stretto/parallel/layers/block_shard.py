@@ -40,7 +40,7 @@ from stretto.parallel.comm.autograd import (
     once_differentiable,
     with_gradient_of_its_own,
 )
-from stretto.parallel.comm.collectives import Pending, first_rows, start_gather_rows, start_scatter_rows
+from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.recorded_code import SavedView
 from stretto.parallel.comm.two_level import TwoLevels
@@ -105,7 +105,10 @@ class _BlockMessage:
         whole = [message.new_empty(ranks * slot.padded_rows, *slot.shape[1:]) for slot in self.slots]
         out = [tensor.view(ranks, -1) for tensor in whole]
         torch.split_with_sizes_copy(message.view(ranks, -1), self.sizes, dim=1, out=out)  # one kernel
-        return [first_rows(tensor, slot.shape[0]) for tensor, slot in zip(whole, self.slots, strict=True)]
+        return [
+            tensor if tensor.shape == slot.shape else tensor[: slot.shape[0]]
+            for tensor, slot in zip(whole, self.slots, strict=True)
+        ]
 
     def start_scatter(
         self,

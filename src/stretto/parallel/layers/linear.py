@@ -152,10 +152,14 @@ class LinearPlan:
         return ReplicatedTokens(self.output_reduce_group)
 
     @cached_property
+    def splits_features(self) -> bool:
+        """True if ranks have parts of the input's or the output's features."""
+        return self.output_reduce_group.size() * self.input_grad_reduce_group.size() > 1
+
+    @cached_property
     def sends_nothing(self) -> bool:
         """True if this rank makes the output, and the input's gradient, from what it has."""
-        groups = (self.output_reduce_group, self.input_grad_reduce_group)
-        return self.tokens is None and all(group.size() == 1 for group in groups)
+        return self.tokens is None and not self.splits_features
 
     def make_output(
         self,
@@ -548,8 +552,8 @@ class ParallelLinear(ShardedModule):
         self.check_input(x)
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
-        y = self._multiply(cast(x), bias)
-        return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
+        y, axis = self._multiply(cast(x), bias), self.plan.output_axis
+        return y if axis is None or not self.plan.splits_features else note_features(y, axis)
 
     def forward_in_graph(self, x: Tensor) -> Tensor:
         """The same, as one operator of a compiled graph."""
@@ -623,13 +627,15 @@ class ParallelLinear(ShardedModule):
 
     def _save_first(self, x: Tensor) -> Tensor | None:
         """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""
+        if not is_recomputed():
+            return None
         is_recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        return apply(_SaveFirst, x, self.weight, self.plan) if is_recorded and is_recomputed() else None
+        return apply(_SaveFirst, x, self.weight, self.plan) if is_recorded else None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
         plan = self.plan
-        if plan.input_axis and plan.input_grad_reduce_group.size() * plan.output_reduce_group.size() > 1:
+        if plan.input_axis and plan.splits_features:
             check_features(x, plan.input_axis, plan.name)
         self.check_autocast(x)
 
