@@ -77,16 +77,16 @@ def _find_outdated(model: nn.Module, gradients: GradientReducer, stream: int | N
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 taken = states.get(name)
-                if taken is None or taken[0] is not parameter:
+                if taken is None or taken.parameter is not parameter:
                     is_outdated = True
                     if not has_layout(parameter):
                         if getattr(module, "reduces_own_gradients", False):  # stretto.recommendation's tables
                             continue
                         if parameter.requires_grad:
                             check_is_sharded(prefix + name, parameter)
-                elif taken[2] != parameter.requires_grad:
-                    is_outdated = True
-                elif taken[1] is not None and taken[1] is not parameter._local_tensor:  # type: ignore[attr-defined]
+                elif taken.requires_grad != parameter.requires_grad or (
+                    taken.shard is not None and taken.shard is not parameter._local_tensor  # type: ignore[attr-defined]
+                ):
                     is_outdated = True
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                     gradients.defer_hooks(parameter, prefix + name)
