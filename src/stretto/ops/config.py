@@ -336,7 +336,8 @@ def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copi
         wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
         narrow_takes = _estimate(problem, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(problem, shards, wide) <= narrow_takes else narrow
-        if is_gather and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
+        # Two programs a multiprocessor leave no room for another kernel, as programs that wait for others' must.
+        if is_gather and transfer == "copies" and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
         most = MAX_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
         most = min(blocks.group_rows, most, count_grouped_rows(problem, transfer) // blocks.m)
