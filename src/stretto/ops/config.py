@@ -79,7 +79,7 @@ class KernelConfig(NamedTuple):
     implementation: "kernel" or "library" (which ignores all other fields). blocks: the GEMM's tiles, whose columns are
     a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
     transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
-    kernel before they multiply ("programs"), which push or pull them (direction), as copy engines do by a schedule; and
+    kernel before they multiply ("programs"); by a schedule copy engines push or pull them (direction); and
     how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes:
     bytes transferred per signal. exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of
     an all-reduce: 1, all ranks send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with
@@ -169,10 +169,8 @@ def require_config(config: KernelConfig) -> None:
             raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
     if not isinstance(config.schedule, str):
         raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
-    if config.direction == "pull" and (config.transfer == "copies") != bool(config.schedule):
-        if config.schedule:
-            raise ValueError('programs push what a schedule moves: "pull" goes with transfer="copies"')
-        raise ValueError('copy engines push: "pull" goes with transfer="programs", or with a schedule')
+    if config.direction == "pull" and (config.transfer != "copies" or not config.schedule):
+        raise ValueError('rows are pulled by a schedule and copy engines: "pull" goes with schedule= and "copies"')
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= MAX_PIECE_BYTES:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
