@@ -294,7 +294,7 @@ class _AllSaved(BaseException):  # no error, and not for a block's own `except E
 
 
 class _BlockSegment:
-    """Blocks that are computed again together, as torch's `checkpoint` does with one: saved tensors are their numbers."""
+    """Blocks that are computed again together, as one is by torch's `checkpoint`. Saved tensors are their numbers."""
 
     def __init__(self, contexts: tuple[Any, Any]) -> None:
         self.next_block = 0
