@@ -182,10 +182,11 @@ class OptimizerStateStore:
                 self._start(chunk)
         step.complete.update(range(len(self.parameters)))
         for index in sorted(step.late):
-            total = self.communicator.start_sum(self.parameters[index].key, step.late[index]).wait()
+            own, late = self._gradients_of[index], step.late[index].flatten()
+            total = self.communicator.start_sum(self.parameters[index].key, late).wait()
             for chunk in self._chunks_of[index]:
                 step.started[chunk.index].wait()
-            self._gradients_of[index].add_(total)
+            own.add_(total.view(own.shape))
         step.late.clear()
 
     def _start(self, chunk: Chunk) -> None:

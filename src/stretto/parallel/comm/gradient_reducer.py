@@ -237,7 +237,7 @@ class GradientReducer:
         if not (before or after) or parameter not in self._watched:
             return
         own, is_weight = self._watched[parameter].hooks, self._watched[parameter].is_weight
-        if own is None or len(before) > 1 or len(after) > 1:
+        if own is None or len(before or ()) > 1 or len(after or ()) > 1:
             # Else autograd's gradient is final in its pass.
             is_reduced = own is not None or is_weight
             self._users_hooks.defer(parameter, name, own, is_reduced=is_reduced, has_sink=self.sink is not None)
@@ -308,11 +308,8 @@ class GradientReducer:
             if self.has_kept_unsharded:
                 gradient = self._unsharded.add_to(parameter, gradient)
             self._follow_scatter(parameter)
-            while (
-                current.scatters
-                and self.ring is not None
-                and self.ring.is_full(gradient, self.precision.wire(gradient))
-            ):
+            ring, wire = self.ring, self.precision.wire(gradient)
+            while current.scatters and ring is not None and ring.is_full(gradient, wire):
                 self._settle(current, current.scatters.popleft())
         scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient, scale)
