@@ -40,7 +40,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 def directly_called(function: type[Function]) -> type[Function]:
     """Class decorator: have autograd's engine call `backward` itself. torch's would look for it in two more calls."""
-    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
+    function._backward_cls.apply = function.backward
     return function
 
 
