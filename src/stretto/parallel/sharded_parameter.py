@@ -9,6 +9,9 @@ DTensor runs most operators on shards alone: those of optimizers, `mul_`, a view
 
 These are run on the gathered parameter instead, of which each rank then keeps its shard. That is a collective, in which
 all ranks of the grid must take part. They keep what the grid's first rank has computed, so that ranks never differ.
+
+Gradients are of the same class, and so is what is computed from either: DTensor would have `p.grad.norm().item()` be
+the number of a rank's own shard. A sum, a norm or another number of one tensor is reduced where it is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +37,8 @@ from stretto.parallel.layout import ParameterLayout, TensorOnGrid, gather, make_
 _FUSED_UPDATES = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+# New tensors of no numbers of a parameter: state of optimizers, which stays DTensors.
+_FACTORIES = tuple(getattr(torch.ops.aten, f"{name}_like") for name in ("empty", "full", "ones", "zeros"))
 
 
 # torch 2.11 and 2.12 dispatch a subclass of DTensor as a DTensor, and ask it about functions alone.
@@ -93,6 +98,8 @@ class ShardedParameter(TensorOnGrid):
             return _edit_whole(func, written, args, kwargs)
         if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
             return _run_whole(func, own[0], args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _make_whole(own[0]).item()
         is_view = operator.is_view and own != []
         for tensor in own:
             if tensor.late_write is not None:
@@ -124,6 +131,8 @@ class ShardedParameter(TensorOnGrid):
             _count_writes(written)
         elif is_view:
             _note_view(func, own[0], found, args, kwargs)
+        elif func.overloadpacket not in _FACTORIES:
+            return _note_results(found)
         return found
 
     if not _DISPATCHES_SUBCLASSES:
@@ -152,6 +161,19 @@ class ShardedParameter(TensorOnGrid):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, whose edits and sums are as a parameter's."""
+        found = torch.Tensor.grad.__get__(self)
+        if type(found) is DTensor:
+            found.__class__ = ShardedParameter
+            found.parameter_layout = self.parameter_layout
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> "ShardedParameter":
@@ -196,6 +218,10 @@ class _Copy(ShardedParameter):
     """A view of a parameter that DTensor has gathered. A write to it is made to the parameter, too."""
 
 
+class _Result(ShardedParameter):
+    """What is computed from parameters or gradients."""
+
+
 class _SubclassDispatch(SelectiveMode):
     """Has `ShardedParameter` see the operators of a function that is called with one."""
 
@@ -213,7 +239,7 @@ class ParameterShard(nn.Parameter):
 
 
 # torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
-_OWN_TYPES: tuple[Any, ...] = (ShardedParameter, _Copy, ParameterShard)
+_OWN_TYPES: tuple[Any, ...] = (ShardedParameter, _Copy, _Result, ParameterShard)
 for _known in (_foreach_types_of_optimizers, _foreach_types):
     _known += [kind for kind in _OWN_TYPES if kind not in _known]
 
@@ -321,6 +347,16 @@ def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwarg
             assert isinstance(part, ShardedParameter)
             of_number = make if part is found else lambda whole, number=number: make(whole)[number]
             part.view_of = _View(_parameter_of(source), of_number)
+
+
+def _note_results(found: Any) -> Any:
+    """Have what is computed from results be as they are. A number is reduced now, and not on the rank that reads it."""
+    if type(found) is DTensor and not found.dim() and not all(place.is_replicate() for place in found.placements):
+        found = _replicate(found.full_tensor(), found)
+    for part in found if isinstance(found, list | tuple) else (found,):
+        if type(part) is DTensor:
+            part.__class__ = _Result
+    return found
 
 
 @torch.no_grad()
