@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -241,8 +241,9 @@ def check_is_sharded(name: str, parameter: Tensor) -> None:
 def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     """The whole of a sharded tensor, in the original shape, on every rank. Collective over all ranks of its grid.
 
-    tensor: a parameter that `parallelize` made; or a DTensor cut like one (a gradient, an optimizer's moment), with
-    that parameter's `layout_of` where the parameter has segments. A plain tensor is returned as it is.
+    tensor: a parameter that `parallelize` made, or its entry of a state dict; or a DTensor cut like one (a gradient, an
+    optimizer's moment), with that parameter's `layout_of` where the parameter has segments. A plain tensor is returned
+    as it is.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -250,6 +251,8 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
         layout = tensor.parameter_layout
     if layout is None:
         if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+            if (view := getattr(tensor, "view_of", None)) is not None:
+                return cast(Tensor, view.make(gather(view.parameter)))
             raise ValueError(
                 "this tensor has segments: pass its parameter's layout, gather(grad, layout_of(parameter))"
             )
