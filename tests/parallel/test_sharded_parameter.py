@@ -71,7 +71,7 @@ def add_noise_to_gradient(p: Tensor) -> None:
     gradient.add_(torch.randn_like(gradient))
     gradient[1] = 0
     p.sub_(p.grad)
-    p.grad = None
+    del p.grad
 
 
 def seeded(initialize: Callable[..., Any], *arguments: Any) -> Callable[[Tensor], None]:

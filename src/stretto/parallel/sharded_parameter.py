@@ -100,7 +100,7 @@ class ShardedParameter(TensorOnGrid):
         is_new = func.overloadpacket is torch.ops.aten.new_empty and own != [] and not isinstance(own[0], _Result)
         if is_new or (own and operator.needs_whole):
             return _run_whole(func, own[0], args, kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and not _is_replicated(own[0]):
+        if own and func is torch.ops.aten._local_scalar_dense.default and not _is_replicated(own[0]):
             return _make_whole(own[0]).item()
         if own and type(own[0]) is _Result and not own[0].dim():
             _refuse_losses(args)
@@ -138,7 +138,7 @@ class ShardedParameter(TensorOnGrid):
             _count_writes(written)
         elif is_view:
             _note_view(func, own[0], found, args, kwargs)
-        elif func.overloadpacket not in _STATES:
+        elif own and func.overloadpacket not in _STATES:
             return _note_results(found)
         return found
 
@@ -182,6 +182,10 @@ class ShardedParameter(TensorOnGrid):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         torch.Tensor.grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> "ShardedParameter":
