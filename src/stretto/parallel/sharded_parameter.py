@@ -38,6 +38,7 @@ from stretto.parallel.layout import ParameterLayout, TensorOnGrid, gather, make_
 _FUSED_UPDATES = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+_GRAD: Any = torch.Tensor.grad  # the descriptor
 # Of these optimizers make their state, which stays DTensors.
 _STATES = (torch.ops.aten.clone, torch.ops.aten.empty_like, torch.ops.aten.full_like, torch.ops.aten.zeros_like)
 
@@ -172,7 +173,7 @@ class ShardedParameter(TensorOnGrid):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, whose edits and sums are as a parameter's."""
-        found = torch.Tensor.grad.__get__(self)
+        found = _GRAD.__get__(self)
         if type(found) in (DTensor, _Result):
             vars(found).pop("view_of", None)
             found.__class__ = ShardedParameter
@@ -181,7 +182,7 @@ class ShardedParameter(TensorOnGrid):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
