@@ -31,7 +31,7 @@ from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory import group_timeout
 from stretto.memory.gpus import limit_waiting
 from stretto.memory.groups import make_node_group, next_group_number
-from stretto.ops.choices import find_nodes, signals_by_copies
+from stretto.ops.choices import find_agreed
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
     GroupProduct,
@@ -302,7 +302,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     blocks = config.blocks
     assert blocks is not None
     by_copies, pulls = config.transfer == "copies", config.direction == "pull"
-    members, nodes = find_group(group), find_nodes(group, x.device)
+    members, nodes = find_group(group), find_agreed(group, x.device).nodes
     shape = members.size(), x.shape[0], blocks.m
     shifts = config.is_shifted
     joint = find_joint(operator, config.schedule, *shape, nodes, pulls=pulls, is_shifted=shifts)
@@ -349,7 +349,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     try:
         channel = block_channel.begin(
             operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=landing.slot,
-            by_copies=signals_by_copies(group, x.device),
+            by_copies=find_agreed(group, x.device).signals_by_copies,
         )  # fmt: skip
         puts = None if put_channel is None else put_channel.begin(operator)
         if by_copies:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import choices
-from stretto.ops.choices import find_group_obstacle
+from stretto.ops.choices import find_agreed
 from stretto.ops.config import LIBRARY, GemmProblem, KernelConfig, decode
 from stretto.ops.gemm import TMA_BYTES
 from stretto.ops.moe.activation import Activation, find_activation, gated_activation
@@ -244,7 +244,7 @@ def _find_obstacle(implementation: str, group: str, device: torch.device) -> str
     """Why the group's ranks can run no kernels that were asked for, "" if they can."""
     obstacle = ""
     if implementation not in ("auto", "library") and find_group(group).size() > 1:
-        obstacle = find_group_obstacle(group, device)
+        obstacle = find_agreed(group, device).obstacle
     return obstacle and f'no kernel can run: {obstacle}; implementation="library" will do'
 
 
