@@ -340,13 +340,27 @@ def _require_contiguous(operator: str, x: Tensor) -> None:
 
 def require_place(operator: str, x: Tensor) -> None:
     _require_contiguous(operator, x)
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
-    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+    require_device(operator, "x is", x)
+
+
+def require_device(operator: str, what: str, tensor: Tensor) -> None:
+    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU; what: it in a message, as "x is"."""
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {device}")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
-            f"{operator}: x is on {x.device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
+            f"{operator}: {what} on {device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
             "torch.cuda.set_device first"
         )
+
+
+def divide_first_dim(operator: str, x: Tensor, world: int) -> int:
+    """A rank's part of x's first dim. ValueError where the ranks do not divide it."""
+    if x.shape[0] % world:
+        more = -(-x.shape[0] // world) * world
+        raise ValueError(f"{operator}: {world} ranks do not divide x's first dim, {x.shape[0]}: {more} will do")
+    return x.shape[0] // world
 
 
 def flatten_rows(operator: str, x: Tensor) -> Tensor:
@@ -453,7 +467,9 @@ def scatter_sum(x: Tensor, group: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
-    """Reduce-scatter x [m, k] to this rank's rows, by the group's own backend."""
+    """Reduce-scatter x [m, k] to this rank's rows: on CPUs by `scatter_sum`, on GPUs by the group's own backend."""
+    if not x.is_cuda:
+        return scatter_sum(x, group)
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", find_group(group).size(), group))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.memory import exchange
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.embedding.table_set import name_dtypes
-from stretto.ops.operator import DTYPES, find_group, find_known
+from stretto.ops.operator import DTYPES, find_group, find_known, require_device
 
 MODES = ("sum", "mean")
 AGREED, GRADIENTS = 1, 2
@@ -130,7 +130,7 @@ def require_input(
             f"{name}: {world} ranks do not divide the global batch of {count}: {-(-count // world) * world} will do"
         )
     if not torch.compiler.is_compiling():
-        _require_device(name, offsets)
+        require_device(name, "offsets are", offsets)
     return count
 
 
@@ -155,16 +155,6 @@ def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> i
     if batch is not None and batch != bags // tables:
         raise ValueError(f"{name}: offsets are for a global batch of {bags // tables}, but batch is {batch}")
     return bags // tables
-
-
-def _require_device(name: str, offsets: Tensor) -> None:
-    if offsets.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} takes tensors on devices of type cpu or cuda, not {offsets.device}")
-    if offsets.device.type == "cuda" and offsets.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"{name}: offsets are on {offsets.device}, and this rank's current GPU is {torch.cuda.current_device()}: "
-            "call torch.cuda.set_device first"
-        )
 
 
 class _RankTables(NamedTuple):

@@ -15,6 +15,7 @@ from stretto.ops.operator import (
     all_reduce,
     count_product_flops,
     define_operator,
+    divide_first_dim,
     find_group,
     flatten_rows,
     gather_rows,
@@ -192,9 +193,8 @@ def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: s
             raise ValueError(f"{name}: {leaves} leaves do not divide k, {x.shape[1]}: {nearest} will do")
         return leaves
     world = find_group(group).size()
-    if form == "reduce_scatter" and x.shape[0] % world:
-        more = -(-x.shape[0] // world) * world
-        raise ValueError(f"{name}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+    if form == "reduce_scatter":
+        divide_first_dim(name, x, world)
     return count_leaves(name, x.shape[1], world)
 
 

@@ -44,7 +44,6 @@ from stretto.ops.operator import (
     needs_gradients,
     reduce_scatter,
     require_agreement,
-    scatter_sum,
 )
 
 
@@ -263,7 +262,7 @@ def _scatter(sums: Tensor, group: str) -> Tensor:
     ranks = find_group(group).size()
     if not sums.numel() or ranks == 1:
         return sums[: sums.shape[0] // ranks].clone()
-    return reduce_scatter(sums, group) if sums.is_cuda else scatter_sum(sums, group)
+    return reduce_scatter(sums, group)
 
 
 # All-gather + grouped product.
