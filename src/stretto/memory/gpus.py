@@ -115,6 +115,11 @@ def count_processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+def count_multiprocessors(device: torch.device) -> int:
+    """A GPU's number of multiprocessors; 1 for a CPU."""
+    return count_processors(device.index) if device.type == "cuda" else 1
+
+
 def limit_waiting(programs: int, device: torch.device) -> int:
     """`programs`, but at most `bound_blocks` of the GPU's multiprocessors; interpreted programs wait in turns."""
     return min(programs, bound_blocks(count_processors(device.index))) if device.type == "cuda" else programs

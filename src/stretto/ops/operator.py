@@ -491,6 +491,11 @@ class OperatorWorkspace:
         """The number of elements of a dtype in so many slots."""
         return slots * self.slot_bytes // dtype.itemsize
 
+    def take_slot(self) -> tuple[int, int | None]:
+        """(where the next call's slot begins, in bytes, and its number for `begin`, if there are two)."""
+        slot = next(self.slot_cycle)
+        return slot * self.slot_bytes, slot if self.slots == 2 else None
+
 
 class _Cache:
     """The workspaces of one group; they are freed with the group, or when another group has its name."""

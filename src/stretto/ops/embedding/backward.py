@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory import failures
-from stretto.memory.gpus import bound_blocks
+from stretto.memory.gpus import bound_blocks, count_multiprocessors
 from stretto.ops.embedding.backward_kernel import (
     QUANTUM,
     LookupKeys,
@@ -41,7 +41,6 @@ from stretto.ops.embedding.launch_config import (
     LaunchConfig,
     cache_on_device,
     copy_to_device,
-    count_multiprocessors,
     describe_pooling,
     describe_shapes,
     find_kind,

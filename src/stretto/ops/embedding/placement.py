@@ -161,10 +161,10 @@ class _RankTables(NamedTuple):
     """A rank's description of its tables for the others. dtype, needs_grad, index_dtype: None if it has no tables."""
 
     dims: tuple[int, ...]
-    dtype: str | None
+    dtype: torch.dtype | None
     batch: int
     needs_grad: bool | None
-    index_dtype: str | None
+    index_dtype: torch.dtype | None
     schedule: str
 
 
@@ -188,14 +188,10 @@ def find_placement(
     def make() -> EmbeddingPlacement:
         if not dims:
             return _agree(group, device, _RankTables(dims, None, batch, None, None, schedule))
-        own = _RankTables(dims, _name(dtype), batch, needs_grad, _name(index_dtype), schedule)
+        own = _RankTables(dims, dtype, batch, needs_grad, index_dtype, schedule)
         return _agree(group, device, own)
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement) -> Tensor:
@@ -235,8 +231,8 @@ def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlace
                     f"embedding_all_to_all: all ranks have one {names[what]}: rank {first}'s is {value}, rank {rank}'s "
                     f"{other_value}"
                 )
-    dtype = getattr(torch, owners[0][1].dtype or "")
-    dims = tuple(other.dims for other in every)
+    dims, dtype = tuple(other.dims for other in every), owners[0][1].dtype
+    assert dtype is not None
     return EmbeddingPlacement(process_group.rank(), dims, dtype, own.batch)
 
 

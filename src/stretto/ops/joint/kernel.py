@@ -421,8 +421,7 @@ class Landing(NamedTuple):
 def find_landing(group: str, device: torch.device, size: int) -> Landing:
     """Find or allocate memory of `size` bytes for the next call's moves; collective where it allocates."""
     workspace = find_workspace(group, device, max(size, 1), "copy_engine")
-    slot = next(workspace.slot_cycle)
-    return Landing(workspace.channel, slot * workspace.slot_bytes, slot if workspace.slots == 2 else None)
+    return Landing(workspace.channel, *workspace.take_slot())
 
 
 def _count_moved_rows(joint: JointSchedule, rank: int) -> int:

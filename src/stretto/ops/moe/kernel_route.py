@@ -372,7 +372,7 @@ def _push(
         mapping = tables.as_shards(world)
     block_channel.check()
     try:
-        slot = next(workspace.slot_cycle)
+        offset, slot = workspace.take_slot()
         producer, consumer = (mapping, mapping) if tables is None else (tables.destinations, tables.arrivals)
         channel = block_channel.begin(
             "moe exchange",
@@ -380,9 +380,9 @@ def _push(
             consumer,
             "p2p",
             counts=None if tables is None else tables.counts,
-            slot=slot if workspace.slots == 2 else None,
+            slot=slot,
         )
-        staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
+        staging = block_channel.tensor(shape, rows.dtype, offset=offset)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
         tile_bytes = _TILE_BYTES if sums is None else _SUMMED_BYTES
         tile_rows = min(max(tile_bytes // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4
