@@ -233,6 +233,29 @@ def save_operands(ctx: Any, rows: Tensor, weight: Tensor) -> None:
     ctx.save_for_backward(rows if needs_weight else None, weight if needs_x else None)
 
 
+def differentiate_product(
+    ctx: Any, grad: Tensor, exchange: Callable[[Tensor, str], Tensor] | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, for a gradient of the exchanged x @ weight.T, plus a bias.
+
+    exchange: makes of `grad` that of this rank's product; None: it is that. ctx: its `is_replicated` says that all
+    ranks' gradients are one and the same, which have no second derivatives: NotImplementedError.
+    """
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    if ctx.is_replicated and torch.is_grad_enabled() and grad.requires_grad:
+        # They would have to be summed over the ranks, whose parts of x differ.
+        raise NotImplementedError(
+            'matmul_all_reduce has no second derivatives with grad_convention="replicated-loss": take '
+            '"sum-of-losses", and divide the loss by the number of ranks'
+        )
+    total = grad = grad.contiguous()
+    if exchange is not None and (needs_x or needs_weight):
+        total = exchange(grad, ctx.group)
+    grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
+    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias
+
+
 def find_name(group: dist.ProcessGroup | None) -> str:
     """The group's name (None: all ranks), as operators' schemas take it. ValueError for a rank outside of it."""
     if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):

@@ -198,9 +198,8 @@ def predict(call: AttentionProblem, way: str, speeds: Speeds) -> float:
     if way == "ulysses":
         sizes = (call.heads + call.kv_heads) * (call.size + call.value_size)
         sent = call.batch * call.length * sizes * call.dtype.itemsize * (call.degree - 1) / call.degree
-        half = (
-            sent / (FITTED.library_link * speeds.link) / 2
-        )  # q, k, v and the output: the other half's attention hides it
+        # Of q, k, v and the output: the other half's attention hides it.
+        half = sent / (FITTED.library_link * speeds.link) / 2
         heads = sum(
             4 * FITTED.library + half + max(0.0, half - computed)
             for computed in (products, backward * products)[: 1 + call.trains]

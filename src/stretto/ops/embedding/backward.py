@@ -305,9 +305,8 @@ def sort_ahead(
     if not (lookups.dims and lookups.indices.numel() and placement.batch) or find_capture(device) is not None:
         return None
     config = choose_backward_config(round_up_to_power(max(lookups.dims)) * placement.dtype.itemsize, device)
-    errors = find_known(
-        group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device)
-    )  # not read
+    # Its errors are not read.
+    errors = find_known(group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device))
     like = torch.empty(0, placement.widths[placement.rank], dtype=placement.dtype, device=device)
     if device.type == "cpu":
         return SortedLookups(sort_lookups(lookups, placement, like, config, errors, firsts), None)
