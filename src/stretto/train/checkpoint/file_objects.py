@@ -50,17 +50,28 @@ class _ChecksummedFile:
 
 
 class ChecksummedFiles(FileSystem):
-    """The file system of a writer; keeps the checksums of the pieces of each file. Each file has one thread."""
+    """The file system of a writer; keeps the checksums of the pieces of each file. Each file has one thread.
+
+    error: the first of the system. torch replaces a file's error by its own ("unexpected pos").
+    """
 
     def __init__(self) -> None:
         self.checksums: dict[str, dict[tuple[int, int], str]] = {}
+        self.error: OSError | None = None
 
     @contextmanager
     def create_stream(self, path: "str | os.PathLike[str]", mode: str) -> "Generator[Any, None, None]":
-        with open(path, mode) as file:
-            if "w" not in mode:
-                yield file
-                return
-            stream = _ChecksummedFile(file)
-            self.checksums[Path(path).name] = stream.checksums
-            yield stream
+        try:
+            with open(path, mode) as file:
+                if "w" not in mode:
+                    yield file
+                    return
+                stream = _ChecksummedFile(file)
+                self.checksums[Path(path).name] = stream.checksums
+                yield stream
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            self.error = self.error or cause
+            raise
