@@ -15,7 +15,6 @@ from stretto.planner.activations import kept_activations
 from stretto.planner.communication import (
     Rates,
     has_nvlink_over,
-    has_nvlink_over_z,
     keys_numbers,
     nic_bytes,
     sends_latents,
@@ -302,7 +301,8 @@ def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **n
 
 def _find_nvlink(cluster: Cluster, grid: GridSizes) -> dict[str, bool]:
     """What `memory` asks of NVLink."""
-    return {"has_nvlink": has_nvlink_over_z(cluster, grid), "joins_context": has_nvlink_over(cluster, grid, "context")}
+    reaches = partial(has_nvlink_over, cluster, grid)
+    return {"has_nvlink": reaches("z"), "joins_context": reaches("context")}
 
 
 def largest_micro_batch(

@@ -21,7 +21,7 @@ from stretto.memory import PeerError, failures
 from stretto.models import GPT
 from stretto.optim.sparse import Masks, WeightMask
 from stretto.optim.state.updates import AVERAGE
-from stretto.parallel.layout import layout_of, place_on
+from stretto.parallel.layout import layout_of, place_on, view_box
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import unreadable
 from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
@@ -166,13 +166,10 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
     shape, shard = tuple(parameter.shape), local_shard(parameter) if shard is None else shard
     if not isinstance(parameter, DTensor):
         return ShardedState(shape, (LocalBox((0,) * len(shape), shard),))
-    held = []
-    for box in layout_of(parameter).boxes(*place_on(parameter.device_mesh)):
-        values = shard
-        for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-            values = values.narrow(dim, start, length)
-        held.append(LocalBox(box.offsets, values))
-    return ShardedState(shape, tuple(held))
+    boxes = layout_of(parameter).boxes(*place_on(parameter.device_mesh))
+    return ShardedState(
+        shape, tuple(LocalBox(box.offsets, view_box(shard, box.local_offsets, box.sizes)) for box in boxes)
+    )
 
 
 def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, sparsity: float) -> Masks | None:
