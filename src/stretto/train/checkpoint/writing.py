@@ -6,29 +6,30 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from stretto.atomic_files import delete_tree, hide_folder
+from stretto.counters import advance
 from stretto.launch.failures import JobError
 from stretto.launch.watching.ranks import WRITES_FILE
-from stretto.train.checkpoint.file_objects import ChecksummedFiles
-from stretto.train.checkpoint.integrity import file_checksum
+from stretto.train.checkpoint.integrity import file_checksum, to_text
 from stretto.train.checkpoint.metadata import (
     FORMAT_VERSION,
     MAX_METADATA_BYTES,
@@ -80,6 +81,69 @@ def describe_lack(out: Path, needed: int, free: int, *, was: bool = False) -> st
     return f"no space left for a checkpoint in {out}: it needs {_size(needed)}, and {has}"
 
 
+class _ChecksummedFile:
+    """A file that is written from its beginning, and keeps the checksum of the bytes between two calls of `tell`.
+
+    torch's writer calls `tell` before and after each piece.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._start, self._length, self._crc = 0, 0, 0
+        self.checksums: dict[tuple[int, int], str] = {}  # by the first byte and the number of bytes
+
+    def tell(self) -> int:
+        if self._length:
+            self.checksums[self._start, self._length] = to_text(self._crc)
+        self._start, self._length, self._crc = self._start + self._length, 0, 0
+        return self._start
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._crc = zlib.crc32(view, self._crc)
+        self._length += len(view)
+        advance()
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ChecksummedFiles(FileSystem):
+    """The file system of a writer; keeps the checksums of the pieces of each file. Each file has one thread.
+
+    error: the first of the system. torch replaces a file's error by its own ("unexpected pos").
+    """
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, dict[tuple[int, int], str]] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        try:
+            with open(path, mode) as file:
+                if "w" not in mode:
+                    yield file
+                    return
+                stream = _ChecksummedFile(file)
+                self.checksums[Path(path).name] = stream.checksums
+                yield stream
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            self.error = self.error or cause
+            raise
+
+
 @dataclass(frozen=True)
 class _CheckedPlace:
     """A rank's record of a piece that it has written, for the first rank."""
@@ -104,7 +168,7 @@ class CheckpointWriter(FileSystemWriter):
         self.working_path = path.with_name(f".{path.name}.writing")
         # torch would copy tensors of a GPU ahead, on the stream of a thread that may have another GPU.
         super().__init__(self.working_path, per_thread_copy_ahead=0)
-        self.fs = self._files = ChecksummedFiles()
+        self.fs = self._files = _ChecksummedFiles()
         self._threads = threads
         self._lock = threading.Lock()
         self._is_discarded = False
