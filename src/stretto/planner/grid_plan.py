@@ -12,13 +12,7 @@ from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
-from stretto.planner.communication import (
-    Rates,
-    has_nvlink_over,
-    keys_numbers,
-    nic_bytes,
-    sends_latents,
-)
+from stretto.planner.communication import Rates, has_nvlink_over, keys_numbers, nic_bytes, sends_latents
 from stretto.planner.compute import BACKWARD_ATTENTION, Device, block_seconds
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.experts.cost import explain_messages
