@@ -49,20 +49,12 @@ def execution_option(name: str, **rules: Any) -> Any:
     return option(described["default"], described["help"], **texts, **rules)
 
 
-def _none_from_text(value: Any) -> Any:
-    """Read the text "none" as None, for options that can be switched off: TOML has no null."""
-    return None if value == "none" else value
-
-
-CanBeNone = BeforeValidator(_none_from_text)
-
-
-def _switch_of_text(value: Any) -> Any:
-    """Parse the texts "true" and "false" as booleans, for options that also accept another word."""
-    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-
-
-CanBeSwitch = BeforeValidator(_switch_of_text)
+CanBeNone = BeforeValidator(lambda value: None if value == "none" else value)
+"""Of options that can be switched off, by the text "none": TOML has no null."""
+CanBeSwitch = BeforeValidator(
+    lambda value: {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+)
+"""Of options that take another word, too: the texts "true" and "false" are booleans."""
 
 
 def _folder_of_text(value: Any) -> Any:
