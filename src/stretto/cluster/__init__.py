@@ -24,17 +24,6 @@ from stretto.cluster.model import (
 )
 
 __all__ = [
-    "GPU",
-    "Cluster",
-    "FlopRates",
-    "HostLink",
-    "HostTimes",
-    "InNodeBandwidth",
-    "Matmul",
-    "MeasuredCollective",
-    "NetworkLink",
-    "NodeLink",
-    "check_depth",
-    "name_grid",
-    "read_bounded",
-]
+    "GPU", "Cluster", "FlopRates", "HostLink", "HostTimes", "InNodeBandwidth", "Matmul", "MeasuredCollective",
+    "NetworkLink", "NodeLink", "check_depth", "name_grid", "read_bounded",
+]  # fmt: skip

@@ -27,15 +27,8 @@ if TYPE_CHECKING:
     from stretto.launch.supervisor import StopTimeouts
 
 __all__ = [
-    "LaunchJob",
-    "RankFailure",
-    "StopTimeouts",
-    "allocator_environment",
-    "changed_environment",
-    "launch_job",
-    "loopback_environment",
-    "rank_variables",
-    "remove_traces",
-]
+    "LaunchJob", "RankFailure", "StopTimeouts", "allocator_environment", "changed_environment", "launch_job",
+    "loopback_environment", "rank_variables", "remove_traces",
+]  # fmt: skip
 
 __getattr__, __dir__ = attach(__name__)

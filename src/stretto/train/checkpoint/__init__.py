@@ -27,18 +27,8 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "allocate_slots",
-    "checkpoint_path",
-    "find_checkpoint",
-    "load_checkpoint",
-    "load_masks",
-    "load_optimizer_state",
-    "load_state",
-    "newest_checkpoint",
-    "prepare_folder",
-    "resolve_checkpoint",
-    "training_state",
-    "unreadable",
-]
+    "allocate_slots", "checkpoint_path", "find_checkpoint", "load_checkpoint", "load_masks", "load_optimizer_state",
+    "load_state", "newest_checkpoint", "prepare_folder", "resolve_checkpoint", "training_state", "unreadable",
+]  # fmt: skip
 
 __getattr__, __dir__ = attach(__name__)

@@ -8,13 +8,6 @@ from stretto.train.data.opening import open_dataset
 from stretto.train.data.sampler import Sampler, rank_rows
 
 __all__ = [
-    "MixedDataset",
-    "MixedSampler",
-    "Sampler",
-    "SequenceDataset",
-    "TokenDataset",
-    "demo_corpus",
-    "open_dataset",
-    "rank_rows",
-    "write_demo_corpus",
-]
+    "MixedDataset", "MixedSampler", "Sampler", "SequenceDataset", "TokenDataset", "demo_corpus", "open_dataset",
+    "rank_rows", "write_demo_corpus",
+]  # fmt: skip
