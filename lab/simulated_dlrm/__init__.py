@@ -12,6 +12,16 @@ from lab.simulated_dlrm.step import (
 )
 
 __all__ = [
-    "EXCHANGES", "FIDELITIES", "FUSIONS", "H200", "KERNELS", "MI210", "KernelRates", "RecommendationStep",
-    "SimulatedRecommendation", "find_kernels", "recommendation_graph", "simulate_recommendation",
-]  # fmt: skip
+    "EXCHANGES",
+    "FIDELITIES",
+    "FUSIONS",
+    "H200",
+    "KERNELS",
+    "MI210",
+    "KernelRates",
+    "RecommendationStep",
+    "SimulatedRecommendation",
+    "find_kernels",
+    "recommendation_graph",
+    "simulate_recommendation",
+]

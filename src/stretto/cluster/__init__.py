@@ -24,6 +24,17 @@ from stretto.cluster.model import (
 )
 
 __all__ = [
-    "GPU", "Cluster", "FlopRates", "HostLink", "HostTimes", "InNodeBandwidth", "Matmul", "MeasuredCollective",
-    "NetworkLink", "NodeLink", "check_depth", "name_grid", "read_bounded",
-]  # fmt: skip
+    "GPU",
+    "Cluster",
+    "FlopRates",
+    "HostLink",
+    "HostTimes",
+    "InNodeBandwidth",
+    "Matmul",
+    "MeasuredCollective",
+    "NetworkLink",
+    "NodeLink",
+    "check_depth",
+    "name_grid",
+    "read_bounded",
+]

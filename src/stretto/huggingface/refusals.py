@@ -23,11 +23,39 @@ LANGUAGE_MODEL_HEAD = "lm_head"
 FP8_BLOCK = 128  # rows and columns that share a scale, as DeepSeek-V3 and most fp8 files after it were published
 
 # By `config.model_type`: between their blocks' ends, these models' code reads no shape outside of attention.
-SHARDED_FAMILIES = frozenset({
-    "arcee", "cohere", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj",
-    "granite", "helium", "llama", "ministral", "mistral", "mixtral", "olmo2", "olmoe", "opt", "phi", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-})  # fmt: skip
+SHARDED_FAMILIES = frozenset(
+    {
+        "arcee",
+        "cohere",
+        "cwm",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_neox",
+        "gptj",
+        "granite",
+        "helium",
+        "llama",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "phi",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "stablelm",
+        "starcoder2",
+    }
+)
 
 
 def refusal_of_style(owner: str, prefix: str, tp_plan: Mapping[str, str]) -> str | None:

@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from stretto.launch.supervisor import StopTimeouts
 
 __all__ = [
-    "LaunchJob", "RankFailure", "StopTimeouts", "allocator_environment", "changed_environment", "launch_job",
-    "loopback_environment", "rank_variables", "remove_traces",
-]  # fmt: skip
+    "LaunchJob",
+    "RankFailure",
+    "StopTimeouts",
+    "allocator_environment",
+    "changed_environment",
+    "launch_job",
+    "loopback_environment",
+    "rank_variables",
+    "remove_traces",
+]
 
 __getattr__, __dir__ = attach(__name__)

@@ -19,9 +19,16 @@ from stretto.parallel.comm.collectives import mark_experts
 from stretto.parallel.layers.fused import swiglu
 
 __all__ = [
-    "Experts", "MoE", "Router", "RouterOptions", "RoutingStatistics", "SharedExpert", "routers", "scale_losses",
+    "Experts",
+    "MoE",
+    "Router",
+    "RouterOptions",
+    "RoutingStatistics",
+    "SharedExpert",
+    "routers",
+    "scale_losses",
     "update_biases",
-]  # fmt: skip
+]
 
 
 class Experts(nn.Module):

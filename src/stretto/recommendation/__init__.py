@@ -37,11 +37,32 @@ if TYPE_CHECKING:
     from stretto.recommendation.tables import ShardedTables, distribute_tables
 
 __all__ = [
-    "DLRM", "DLRMConfig", "DataType", "EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection",
-    "EmbeddingConfig", "Growth", "HitRates", "JaggedTensor", "KeyedJaggedTensor", "KeyedTensor", "PoolingType",
-    "ShardedTables", "TablePlacement", "TablePlan", "TableRates", "TableSize", "begin_exchange",
-    "distribute_embeddings", "distribute_tables", "distributed_state", "measure_hit_rates", "place_tables",
-    "plan_tables", "prefetch_embeddings",
-]  # fmt: skip
+    "DLRM",
+    "DLRMConfig",
+    "DataType",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
+    "Growth",
+    "HitRates",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "PoolingType",
+    "ShardedTables",
+    "TablePlacement",
+    "TablePlan",
+    "TableRates",
+    "TableSize",
+    "begin_exchange",
+    "distribute_embeddings",
+    "distribute_tables",
+    "distributed_state",
+    "measure_hit_rates",
+    "place_tables",
+    "plan_tables",
+    "prefetch_embeddings",
+]
 
 __getattr__, __dir__ = attach(__name__)

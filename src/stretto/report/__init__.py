@@ -13,8 +13,17 @@ if TYPE_CHECKING:
     from stretto.train.observe.tracing import trace_steps
 
 __all__ = [
-    "RunRecord", "Timeline", "largest_difference", "plot_loss", "plot_timeline", "read_metrics", "read_run",
-    "read_timeline", "remove_report", "trace_steps", "write_report",
-]  # fmt: skip
+    "RunRecord",
+    "Timeline",
+    "largest_difference",
+    "plot_loss",
+    "plot_timeline",
+    "read_metrics",
+    "read_run",
+    "read_timeline",
+    "remove_report",
+    "trace_steps",
+    "write_report",
+]
 
 __getattr__, __dir__ = attach(__name__)

@@ -27,8 +27,18 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "allocate_slots", "checkpoint_path", "find_checkpoint", "load_checkpoint", "load_masks", "load_optimizer_state",
-    "load_state", "newest_checkpoint", "prepare_folder", "resolve_checkpoint", "training_state", "unreadable",
-]  # fmt: skip
+    "allocate_slots",
+    "checkpoint_path",
+    "find_checkpoint",
+    "load_checkpoint",
+    "load_masks",
+    "load_optimizer_state",
+    "load_state",
+    "newest_checkpoint",
+    "prepare_folder",
+    "resolve_checkpoint",
+    "training_state",
+    "unreadable",
+]
 
 __getattr__, __dir__ = attach(__name__)

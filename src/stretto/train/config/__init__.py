@@ -19,6 +19,17 @@ from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import GridConfig, JobConfig
 
 __all__ = [
-    "ConfigError", "DataConfig", "GridConfig", "JobConfig", "ModelConfig", "RunConfig", "TrainConfig", "config_to_toml",
-    "job_from_json", "load_config", "make_config", "on_grid", "options_by_key",
-]  # fmt: skip
+    "ConfigError",
+    "DataConfig",
+    "GridConfig",
+    "JobConfig",
+    "ModelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "config_to_toml",
+    "job_from_json",
+    "load_config",
+    "make_config",
+    "on_grid",
+    "options_by_key",
+]

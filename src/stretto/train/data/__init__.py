@@ -8,6 +8,13 @@ from stretto.train.data.opening import open_dataset
 from stretto.train.data.sampler import Sampler, rank_rows
 
 __all__ = [
-    "MixedDataset", "MixedSampler", "Sampler", "SequenceDataset", "TokenDataset", "demo_corpus", "open_dataset",
-    "rank_rows", "write_demo_corpus",
-]  # fmt: skip
+    "MixedDataset",
+    "MixedSampler",
+    "Sampler",
+    "SequenceDataset",
+    "TokenDataset",
+    "demo_corpus",
+    "open_dataset",
+    "rank_rows",
+    "write_demo_corpus",
+]

@@ -9,16 +9,29 @@ from typing import Any
 
 # Parts of the names of collectives in traces, of torch's calls, NCCL's records and gloo's; the first that fits counts.
 _NAMES = {
-    "allreduce": "all_reduce", "all_reduce": "all_reduce", "reduce_scatter": "reduce_scatter",
-    "allgather": "all_gather", "all_gather": "all_gather", "alltoall": "all_to_all", "all_to_all": "all_to_all",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
     "broadcast": "broadcast",
-}  # fmt: skip
+}
 _GLOO = {"reduce_scatter": ("reduce_scatter", "all_reduce")}  # torch's gloo scatters the result of an all-reduce
 # Parts of the names of dtypes; the first that fits counts.
 _BYTES = {
-    "float8": 1, "bfloat16": 2, "half": 2, "double": 8, "float": 4, "long": 8, "int": 4, "byte": 1, "char": 1,
+    "float8": 1,
+    "bfloat16": 2,
+    "half": 2,
+    "double": 8,
+    "float": 4,
+    "long": 8,
+    "int": 4,
+    "byte": 1,
+    "char": 1,
     "bool": 1,
-}  # fmt: skip
+}
 _UNKNOWN_BYTES = 4  # the trace of a call with a list of tensors does not say their dtype
 
 
