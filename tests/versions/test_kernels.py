@@ -97,8 +97,13 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 def launch_sparse(name: str) -> Launch:
     half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
-    flags, last = ((WORDS, WORDS), (True, 1)) if name == "_expand" else ((), (True, 128, 1))
-    arguments = half, index, half, *flags, 4096, 8, 90, 1, *last
+    tensors = sparse_kernels.Tensors(LONGS, LONGS, LONGS)
+    numbers = 4096, 8, 90, 1, 2, 5
+    arguments: tuple[Any, ...] = {
+        "_compress": (half, tensors, index, half, *numbers, True, 128, 1),
+        "_expand": (half, index, half, tensors, WORDS, WORDS, *numbers, True, 1),
+        "_note_addresses": (LONGS, 3, (1 << 62,) * 32, 32),
+    }[name]
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
@@ -336,7 +341,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
-    **{f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_compress", "_expand")},
+    **{
+        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
+        for name in ("_compress", "_expand", "_note_addresses")
+    },
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),

@@ -9,19 +9,27 @@ Dense tensors are flat and contiguous. On GPUs kernels compress and expand by bi
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
 
 from stretto.execution import SparseIndexKind
-from stretto.optim.sparse.masks import unpack
+from stretto.optim.sparse.masks import pack, unpack
 
 if TYPE_CHECKING:
     from stretto.optim.sparse import kernels
 
 _BLOCK = 1024  # of the kernels, which need Triton
 MAX_POSITIONS = 1 << 31
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """True where kernels compress and expand by bitmaps."""
+    return tensor.is_cuda
 
 
 class SparseIndex(ABC):
@@ -75,7 +83,7 @@ class SparseIndex(ABC):
 
     def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
         values = dense[self._places(first, last)]
-        out.copy_(out + values if adds else values)
+        (out.add_ if adds else out.copy_)(values)
 
     def _expand(self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor]) -> None:
         places = self._places(first, last)
@@ -105,31 +113,34 @@ class BitmapIndex(SparseIndex):
         ends = blocks.cumsum(0)
         self.count = int(ends[-1]) if len(ends) else 0
         wide = torch.int64 if size >= MAX_POSITIONS else torch.int32
-        self.prefix = (ends - blocks).to(wide)
-        self.num_bytes = self.bits.nbytes + self.prefix.nbytes
-        self._parts: dict[tuple[int, int], tuple[int, int]] = {}
+        self.move(self.bits, (ends - blocks).to(wide), 0)
+
+    def move(self, bits: Tensor, prefix: Tensor, first: int) -> None:
+        """Have the bitmap in other memory, with prefix sums that count the first number that is left as `first`."""
+        self.bits, self.prefix, self._first = bits, prefix, first
+        self._parts: dict[tuple[int, int], list[kernels.LeftRange]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bits.nbytes + self.prefix.nbytes
 
     def fill(self, left: Tensor, dense: Tensor) -> Tensor:
         # The kernel writes the zeros, too.
-        return self.expand(left, dense) if dense.is_cuda and self.count else super().fill(left, dense)
+        return self.expand(left, dense) if runs_kernels(dense) and self.count else super().fill(left, dense)
 
     def ranges(self, first: int, last: int) -> "list[kernels.LeftRange]":
-        """The kernels' arguments for some of the numbers that are left: one launch for all, and else one each for the
-        blocks at both ends, which others share, and for those between. The host waits for the device at the first call
-        with these numbers."""
-        from stretto.optim.sparse.kernels import LeftRange  # imported here, since Triton comes with GPUs
+        """The kernels' arguments for some of the numbers that are left, as `_find_ranges`."""
+        found = self._parts.get((first, last))
+        if found is None:
+            begin, end, stop = (self._first + number for number in (first, last, self.count))
+            if (first, last) == (0, self.count):
+                from stretto.optim.sparse.kernels import LeftRange
 
-        if (first, last) == (0, self.count):
-            return [LeftRange(first, last, 0, len(self.prefix), False)]
-        if (first, last) not in self._parts:
-            asked = torch.tensor([first, last - 1], dtype=self.prefix.dtype, device=self.prefix.device)
-            begin, end = (torch.searchsorted(self.prefix, asked, right=True) - 1).tolist()
-            self._parts[first, last] = begin, end
-        begin, end = self._parts[first, last]
-        found = [LeftRange(first, last, begin, 1, True)]
-        if end > begin + 1:
-            found.append(LeftRange(first, last, begin + 1, end - begin - 1, False))
-        return [*found, LeftRange(first, last, end, 1, True)] if end > begin else found
+                found = [LeftRange(begin, end, 0, len(self.prefix), False)]
+            else:
+                found = _find_ranges(self.prefix, stop, begin, end)
+            self._parts[first, last] = found
+        return found
 
     def launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool, **shape: int) -> None:
         """`compress` on a GPU. shape: `turns` of the kernel."""
@@ -152,10 +163,10 @@ class BitmapIndex(SparseIndex):
         return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]
 
     def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        (self.launch_compress if dense.is_cuda else super()._compress)(dense, out, first, last, adds)
+        (self.launch_compress if runs_kernels(dense) else super()._compress)(dense, out, first, last, adds)
 
     def _expand(self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor]) -> None:
-        (self.launch_expand if dense.is_cuda else super()._expand)(left, dense, first, last, flags)
+        (self.launch_expand if runs_kernels(dense) else super()._expand)(left, dense, first, last, flags)
 
 
 class PositionIndex(SparseIndex):
@@ -182,6 +193,98 @@ def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> Spa
     if kind not in get_args(SparseIndexKind):
         raise ValueError(f"index is {kind!r}, but must be one of {', '.join(get_args(SparseIndexKind))}")
     return BitmapIndex(bits, size) if kind == "bitmap" else PositionIndex(bits, size)
+
+
+class BitmapTable:
+    """The bitmaps of several tensors as one, so that one launch compresses or expands many of them.
+
+    indices: of the tensors, in order; those without a bitmap are taken for not pruned. firsts: of each, the number of
+    its first that is left, ascending: its place among what is left of all. dense: the tensors that `expand` writes. The
+    indices' bitmaps become parts of the table's.
+    """
+
+    def __init__(self, indices: Sequence[SparseIndex], firsts: Sequence[int], dense: Sequence[Tensor]) -> None:
+        from stretto.optim.sparse import kernels
+
+        device = dense[0].device
+        parts = [
+            index
+            if isinstance(index, BitmapIndex)
+            else BitmapIndex(pack(torch.ones(index.size, dtype=torch.bool, device=device)), index.size)
+            for index in indices
+        ]
+        self.stop, self._like = firsts[-1] + parts[-1].count, dense[0]
+        self._bits = torch.cat([part.bits for part in parts])
+        wide = torch.int64 if self.stop >= MAX_POSITIONS else torch.int32
+        self._prefix = torch.cat([part.prefix.to(wide) + first for part, first in zip(parts, firsts, strict=True)])
+        blocks = [len(part.prefix) for part in parts]
+        self._first_blocks = [0, *accumulate(blocks)]
+        bits, prefix = self._bits.view(-1, _BLOCK // 8).split(blocks), self._prefix.split(blocks)
+        for number, part in enumerate(parts):
+            part.move(bits[number].view(-1), prefix[number], firsts[number])
+        ends = [block * _BLOCK + part.size for block, part in zip(self._first_blocks, parts, strict=False)]
+        written = [self._address(number, each) for number, each in enumerate(dense)]
+        assert not any(address % 16 for address in written)
+        columns = (self._first_blocks[:-1], ends, written)
+        self._written = kernels.Tensors(*[torch.tensor(column, device=device) for column in columns])
+        self._read = self._written._replace(addresses=self._written.ends.new_zeros(len(parts) + kernels.NOTED))
+        self._parts: dict[tuple[int, int], list[kernels.LeftRange]] = {}
+
+    def compress(self, dense: Mapping[int, Tensor], out: Tensor, *, adds: bool) -> None:
+        """Compress flat tensors of one dtype, by their numbers, to their places in `out`, or add them there."""
+        from stretto.optim.sparse import kernels
+
+        numbers = sorted(dense)
+        while numbers:
+            first = numbers[0]
+            last = max(number for number in numbers if number < first + kernels.NOTED) + 1
+            addresses = [kernels.ABSENT] * kernels.NOTED
+            for number in numbers:
+                if number < last:
+                    addresses[number - first] = self._address(number, dense[number])
+            kernels.note_addresses(self._read.addresses, first, addresses)
+            begin, end = self._first_blocks[first], self._first_blocks[last]
+            part = kernels.LeftRange(0, self.stop, begin, end - begin, False, first, last)
+            kernels.launch_compress(dense[first], self._bits, self._prefix, out, part, adds=adds, tensors=self._read)
+            numbers = [number for number in numbers if number >= last]
+
+    def expand(self, left: Tensor, first: int, last: int, *, flags: Sequence[Tensor] = ()) -> None:
+        """Write the numbers `first` to `last` of what is left of all to their places in the dense tensors.
+
+        The host waits for the device at the first call with these numbers. flags: as the kernel's.
+        """
+        from stretto.optim.sparse import kernels
+
+        parts = self._parts.get((first, last))
+        if parts is None:
+            parts = self._parts[first, last] = []
+            for part in _find_ranges(self._prefix, self.stop, first, last):
+                begin = bisect_right(self._first_blocks, part.first_block) - 1
+                end = bisect_left(self._first_blocks, part.first_block + part.blocks)
+                parts.append(part._replace(first_tensor=begin, last_tensor=end))
+        for part in parts:
+            kernels.launch_expand(left, self._bits, self._prefix, self._like, part, flags, tensors=self._written)
+
+    def _address(self, number: int, dense: Tensor) -> int:
+        """Where block 0 would be, if the tensor's blocks followed it."""
+        return dense.data_ptr() - self._first_blocks[number] * _BLOCK * dense.itemsize
+
+
+def _find_ranges(prefix: Tensor, stop: int, first: int, last: int) -> "list[kernels.LeftRange]":
+    """The kernels' arguments for the numbers `first` to `last` of those that are left, before `stop`: a launch for all
+    blocks, but one each for those at both ends that have others, too. The host waits for the device."""
+    from stretto.optim.sparse.kernels import LeftRange  # imported here, since Triton comes with GPUs
+
+    asked = torch.tensor([first, last - 1], dtype=prefix.dtype, device=prefix.device)
+    begins, ends = torch.searchsorted(prefix, asked, right=True) - 1
+    after = (ends + 1).clamp(max=len(prefix) - 1)
+    begin, end, before, behind = torch.stack((begins, ends, prefix[begins], prefix[after])).tolist()
+    cuts_first, cuts_last = before < first, last < (stop if end + 1 == len(prefix) else behind)
+    if begin == end:
+        return [LeftRange(first, last, begin, 1, cuts_first or cuts_last)]
+    middle = LeftRange(first, last, begin + cuts_first, end + 1 - begin - cuts_first - cuts_last, False)
+    at_ends = [LeftRange(first, last, block, 1, True) for block in (begin, end)]
+    return at_ends[:cuts_first] + [middle] * (middle.blocks > 0) + at_ends[1 : 1 + cuts_last]
 
 
 def _count_bits(packed: Tensor) -> Tensor:
