@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -118,11 +118,8 @@ class BitmapIndex(SparseIndex):
     def move(self, bits: Tensor, prefix: Tensor, first: int) -> None:
         """Have the bitmap in other memory, with prefix sums that count the first number that is left as `first`."""
         self.bits, self.prefix, self._first = bits, prefix, first
+        self.num_bytes = bits.nbytes + prefix.nbytes
         self._parts: dict[tuple[int, int], list[kernels.LeftRange]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return self.bits.nbytes + self.prefix.nbytes
 
     def fill(self, left: Tensor, dense: Tensor) -> Tensor:
         # The kernel writes the zeros, too.
@@ -142,7 +139,7 @@ class BitmapIndex(SparseIndex):
             self._parts[first, last] = found
         return found
 
-    def launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool, **shape: int) -> None:
+    def launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool, **shape: Any) -> None:
         """`compress` on a GPU. shape: `turns` of the kernel."""
         from stretto.optim.sparse import kernels
 
@@ -151,7 +148,7 @@ class BitmapIndex(SparseIndex):
         kernels.launch_compress(dense, self.bits, self.prefix, out, part, adds=adds, **shape)
 
     def launch_expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor], **shape: int
+        self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor], **shape: Any
     ) -> None:
         """`expand` on a GPU, unless one of at most two flags is not 0; and zeros where nothing is left."""
         from stretto.optim.sparse import kernels
@@ -195,12 +192,18 @@ def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> Spa
     return BitmapIndex(bits, size) if kind == "bitmap" else PositionIndex(bits, size)
 
 
+def make_table(indices: Sequence[SparseIndex], firsts: Sequence[int], dense: Sequence[Tensor]) -> "BitmapTable | None":
+    """The table of these, where kernels run; None elsewhere, for int32 positions, and where nothing is left of any."""
+    if any(isinstance(index, PositionIndex) for index in indices) or not any(index.count for index in indices):
+        return None
+    return BitmapTable(indices, firsts, dense) if runs_kernels(dense[0]) else None
+
+
 class BitmapTable:
     """The bitmaps of several tensors as one, so that one launch compresses or expands many of them.
 
-    indices: of the tensors, in order; those without a bitmap are taken for not pruned. firsts: of each, the number of
-    its first that is left, ascending: its place among what is left of all. dense: the tensors that `expand` writes. The
-    indices' bitmaps become parts of the table's.
+    indices: of the tensors, in order; bitmaps, which become parts of the table's, or full. firsts: of each, the number
+    of its first that is left, ascending: its place among what is left of all. dense: the tensors that `expand` writes.
     """
 
     def __init__(self, indices: Sequence[SparseIndex], firsts: Sequence[int], dense: Sequence[Tensor]) -> None:
@@ -242,10 +245,13 @@ class BitmapTable:
             for number in numbers:
                 if number < last:
                     addresses[number - first] = self._address(number, dense[number])
-            kernels.note_addresses(self._read.addresses, first, addresses)
             begin, end = self._first_blocks[first], self._first_blocks[last]
             part = kernels.LeftRange(0, self.stop, begin, end - begin, False, first, last)
-            kernels.launch_compress(dense[first], self._bits, self._prefix, out, part, adds=adds, tensors=self._read)
+            if part.blocks:
+                kernels.note_addresses(self._read.addresses, first, addresses)
+                kernels.launch_compress(
+                    dense[first], self._bits, self._prefix, out, part, adds=adds, tensors=self._read
+                )
             numbers = [number for number in numbers if number >= last]
 
     def expand(self, left: Tensor, first: int, last: int, *, flags: Sequence[Tensor] = ()) -> None:

@@ -249,10 +249,11 @@ def _expand(  # type: ignore[no-untyped-def]
         writes &= tl.load(failed) == 0
     for turn in range(TURNS):
         block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
-        target, end = dense, size
+        target, end = dense + block * 1024, size
         if tensors is not None:
             address, end = _find_tensor(tensors, first_tensor, last_tensor, block)
-            target, end = tl.multiple_of(address.to(dense.dtype), 16), tl.minimum(end, size)
+            target = tl.multiple_of(address.to(dense.dtype) + block * 1024, 16)
+            end = tl.minimum(end, size)
         if block * 1024 < end:
             here = tl.minimum(end - block * 1024, 1024).to(tl.int32)
             words, before = _scan_words(index, block)
@@ -267,11 +268,16 @@ def _expand(  # type: ignore[no-untyped-def]
                 selectors, byte, rank, _, _ = rows[number]  # type: ignore[var-annotated]
                 left_half = _permute(loaded[number][0], selectors.to(tl.int32))
                 right_half = _permute(loaded[number][1], (selectors >> 32).to(tl.int32))
+                row, at = _join_columns(left_half, right_half), target + places + 256 * number
                 mask = writes & (places + 256 * number < here)
                 if IS_PART:  # other numbers of the row that are left may be another part's
                     rank = rank[:, None] + _count_bits(byte[:, None] & ((1 << column) - 1))
                     mask &= ((byte[:, None] >> column & 1) == 0) | ((rank >= first) & (rank < last))
-                tl.store(target + block * 1024 + places + 256 * number, _join_columns(left_half, right_half), mask=mask)
+                    tl.store(at, row, mask=mask)
+                elif here == 1024:  # a lane stores 16 bytes at once; .wb, the default, keeps Triton from merging both
+                    tl.store(at, row, mask=writes, cache_modifier=".wb")
+                else:
+                    tl.store(at, row, mask=mask)
 
 
 @triton.jit

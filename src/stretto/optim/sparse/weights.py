@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.memory import failures
-from stretto.optim.sparse import index as indexing
-from stretto.optim.sparse.index import BitmapIndex, BitmapTable, FullIndex, SparseIndex
+from stretto.optim.sparse.index import BitmapIndex, BitmapTable, FullIndex, SparseIndex, make_table
 from stretto.optim.state.layout import Bucket, StateLayout
 from stretto.optim.state.residence import FlatWeights
 
@@ -61,13 +60,13 @@ class SparseWeights(FlatWeights):
     def prepare(self, rows: int, sets: int, gradients: Tensor, *, reads: bool) -> None:
         self._reads, self._gradients = reads, gradients
         self._buffers = [self.flat.new_zeros(rows) for _ in range(sets)]
-        if indexing.runs_kernels(gradients) and any(isinstance(each, BitmapIndex) for each in self.indices):
-            order = sorted(range(len(self.indices)), key=lambda index: self._places[index].start)
-            self._table = BitmapTable(
-                [self.indices[index] for index in order],
-                [self._places[index].start for index in order],
-                [self._dense[index] for index in order],
-            )
+        order = sorted(range(len(self.indices)), key=lambda index: self._places[index].start)
+        self._table = make_table(
+            [self.indices[index] for index in order],
+            [self._places[index].start for index in order],
+            [self._dense[index] for index in order],
+        )
+        if self._table is not None:
             self._numbers = {i: number for number, i in enumerate(order) if isinstance(self.indices[i], BitmapIndex)}
 
     def begin(self, present: Collection[int], skip: Tensor) -> None:
