@@ -148,13 +148,12 @@ def _list_runs(
         ]
         return [(*call, moved) for call, moved in zip(calls, rates, strict=True)]
     found = []
-    every = (0, index.count)
     for turns in (1, 2, 4):
         shape = {"turns": turns}
         calls = [
-            ("compress", partial(index.launch_compress, dense, left, *every, False, **shape)),
-            ("compress and add", partial(index.launch_compress, dense, left, *every, True, **shape)),
-            ("expand", partial(index.launch_expand, left, whole, *every, [], **shape)),
+            ("compress", partial(index.launch_compress, dense, left, False, **shape)),
+            ("compress and add", partial(index.launch_compress, dense, left, True, **shape)),
+            ("expand", partial(index.launch_expand, left, whole, [], **shape)),
         ]
         for (name, call), moved in zip(calls, rates, strict=True):
             found.append((f"{name}, {turns} blocks a warp", call, moved))

@@ -10,7 +10,7 @@ Dense tensors are flat and contiguous. On GPUs kernels compress and expand by bi
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -119,51 +119,39 @@ class BitmapIndex(SparseIndex):
         """Have the bitmap in other memory, with prefix sums that count the first number that is left as `first`."""
         self.bits, self.prefix, self._first = bits, prefix, first
         self.num_bytes = bits.nbytes + prefix.nbytes
-        self._parts: dict[tuple[int, int], list[kernels.LeftRange]] = {}
 
     def fill(self, left: Tensor, dense: Tensor) -> Tensor:
         # The kernel writes the zeros, too.
         return self.expand(left, dense) if runs_kernels(dense) and self.count else super().fill(left, dense)
 
-    def ranges(self, first: int, last: int) -> "list[kernels.LeftRange]":
-        """The kernels' arguments for some of the numbers that are left, as `_find_ranges`."""
-        found = self._parts.get((first, last))
-        if found is None:
-            begin, end, stop = (self._first + number for number in (first, last, self.count))
-            if (first, last) == (0, self.count):
-                from stretto.optim.sparse.kernels import LeftRange
+    def launch_compress(self, dense: Tensor, out: Tensor, adds: bool, **shape: Any) -> None:
+        """`compress` all on a GPU. shape: `turns` of the kernel."""
+        from stretto.optim.sparse import kernels  # imported here, since Triton comes with GPUs
 
-                found = [LeftRange(begin, end, 0, len(self.prefix), False)]
-            else:
-                found = _find_ranges(self.prefix, stop, begin, end)
-            self._parts[first, last] = found
-        return found
-
-    def launch_compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool, **shape: Any) -> None:
-        """`compress` on a GPU. shape: `turns` of the kernel."""
-        from stretto.optim.sparse import kernels
-
-        parts = self.ranges(first, last)
-        part = parts[0]._replace(blocks=sum(part.blocks for part in parts))
+        part = kernels.LeftRange(self._first, self._first + self.count, 0, len(self.prefix), False)
         kernels.launch_compress(dense, self.bits, self.prefix, out, part, adds=adds, **shape)
 
-    def launch_expand(
-        self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor], **shape: Any
-    ) -> None:
-        """`expand` on a GPU, unless one of at most two flags is not 0; and zeros where nothing is left."""
+    def launch_expand(self, left: Tensor, dense: Tensor, flags: list[Tensor], **shape: Any) -> None:
+        """`expand` all on a GPU, unless one of at most two flags is not 0; and zeros where nothing is left."""
         from stretto.optim.sparse import kernels
 
-        for part in self.ranges(first, last):
-            kernels.launch_expand(left, self.bits, self.prefix, dense, part, flags, **shape)
+        part = kernels.LeftRange(self._first, self._first + self.count, 0, len(self.prefix), False)
+        kernels.launch_expand(left, self.bits, self.prefix, dense, part, flags, **shape)
 
     def _places(self, first: int, last: int) -> Tensor:
         return unpack(self.bits, self.size).nonzero().squeeze(1)[first:last]
 
     def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
-        (self.launch_compress if runs_kernels(dense) else super()._compress)(dense, out, first, last, adds)
+        if runs_kernels(dense) and (first, last) == (0, self.count):
+            self.launch_compress(dense, out, adds)
+        else:
+            super()._compress(dense, out, first, last, adds)
 
     def _expand(self, left: Tensor, dense: Tensor, first: int, last: int, flags: list[Tensor]) -> None:
-        (self.launch_expand if runs_kernels(dense) else super()._expand)(left, dense, first, last, flags)
+        if runs_kernels(dense) and (first, last) == (0, self.count):
+            self.launch_expand(left, dense, flags)
+        else:
+            super()._expand(left, dense, first, last, flags)
 
 
 class PositionIndex(SparseIndex):
@@ -231,6 +219,7 @@ class BitmapTable:
         columns = (self._first_blocks[:-1], ends, written)
         self._written = kernels.Tensors(*[torch.tensor(column, device=device) for column in columns])
         self._read = self._written._replace(addresses=self._written.ends.new_zeros(len(parts) + kernels.NOTED))
+        self._absent = frozenset[int](), self._written
         self._parts: dict[tuple[int, int], list[kernels.LeftRange]] = {}
 
     def compress(self, dense: Mapping[int, Tensor], out: Tensor, *, adds: bool) -> None:
@@ -254,43 +243,58 @@ class BitmapTable:
                 )
             numbers = [number for number in numbers if number >= last]
 
-    def expand(self, left: Tensor, first: int, last: int, *, flags: Sequence[Tensor] = ()) -> None:
+    def read(self, out: Tensor, first: int, last: int) -> None:
+        """Compress the dense tensors to `out`: the numbers `first` to `last` of what is left of all."""
+        from stretto.optim.sparse import kernels
+
+        parts = self._find_parts(first, last)
+        part = parts[0]._replace(blocks=sum(part.blocks for part in parts), last_tensor=parts[-1].last_tensor)
+        kernels.launch_compress(self._like, self._bits, self._prefix, out, part, adds=False, tensors=self._written)
+
+    def expand(
+        self, left: Tensor, first: int, last: int, *, flags: Sequence[Tensor] = (), absent: frozenset[int] = frozenset()
+    ) -> None:
         """Write the numbers `first` to `last` of what is left of all to their places in the dense tensors.
 
-        The host waits for the device at the first call with these numbers. flags: as the kernel's.
+        flags: as the kernel's. absent: numbers of tensors that are not written.
         """
         from stretto.optim.sparse import kernels
 
-        parts = self._parts.get((first, last))
-        if parts is None:
-            parts = self._parts[first, last] = []
-            for part in _find_ranges(self._prefix, self.stop, first, last):
-                begin = bisect_right(self._first_blocks, part.first_block) - 1
-                end = bisect_left(self._first_blocks, part.first_block + part.blocks)
-                parts.append(part._replace(first_tensor=begin, last_tensor=end))
-        for part in parts:
-            kernels.launch_expand(left, self._bits, self._prefix, self._like, part, flags, tensors=self._written)
+        if absent != self._absent[0]:
+            addresses = self._written.addresses.clone()
+            addresses[list(absent)] = kernels.ABSENT
+            self._absent = absent, self._written._replace(addresses=addresses)
+        tensors = self._absent[1]
+        for part in self._find_parts(first, last):
+            kernels.launch_expand(left, self._bits, self._prefix, self._like, part, flags, tensors=tensors)
 
     def _address(self, number: int, dense: Tensor) -> int:
         """Where block 0 would be, if the tensor's blocks followed it."""
         return dense.data_ptr() - self._first_blocks[number] * _BLOCK * dense.itemsize
 
+    def _find_parts(self, first: int, last: int) -> "list[kernels.LeftRange]":
+        """The kernels' arguments for some of the numbers that are left: a launch for all their blocks, but one each for
+        those at both ends that have others, too. The host waits for the device at the first call with these numbers."""
+        if (first, last) not in self._parts:
+            self._parts[first, last] = list(self._list_parts(first, last))
+        return self._parts[first, last]
 
-def _find_ranges(prefix: Tensor, stop: int, first: int, last: int) -> "list[kernels.LeftRange]":
-    """The kernels' arguments for the numbers `first` to `last` of those that are left, before `stop`: a launch for all
-    blocks, but one each for those at both ends that have others, too. The host waits for the device."""
-    from stretto.optim.sparse.kernels import LeftRange  # imported here, since Triton comes with GPUs
+    def _list_parts(self, first: int, last: int) -> "Iterator[kernels.LeftRange]":
+        from stretto.optim.sparse.kernels import LeftRange
 
-    asked = torch.tensor([first, last - 1], dtype=prefix.dtype, device=prefix.device)
-    begins, ends = torch.searchsorted(prefix, asked, right=True) - 1
-    after = (ends + 1).clamp(max=len(prefix) - 1)
-    begin, end, before, behind = torch.stack((begins, ends, prefix[begins], prefix[after])).tolist()
-    cuts_first, cuts_last = before < first, last < (stop if end + 1 == len(prefix) else behind)
-    if begin == end:
-        return [LeftRange(first, last, begin, 1, cuts_first or cuts_last)]
-    middle = LeftRange(first, last, begin + cuts_first, end + 1 - begin - cuts_first - cuts_last, False)
-    at_ends = [LeftRange(first, last, block, 1, True) for block in (begin, end)]
-    return at_ends[:cuts_first] + [middle] * (middle.blocks > 0) + at_ends[1 : 1 + cuts_last]
+        prefix = self._prefix
+        asked = torch.tensor([first, last - 1], dtype=prefix.dtype, device=prefix.device)
+        begins, ends = torch.searchsorted(prefix, asked, right=True) - 1
+        after = (ends + 1).clamp(max=len(prefix) - 1)
+        begin, end, before, behind = torch.stack((begins, ends, prefix[begins], prefix[after])).tolist()
+        stop = self.stop if end + 1 == len(prefix) else behind
+        low, high = begin + (before < first), end + 1 - (last < stop)
+        for start, until in ((begin, low), (low, high), (max(low, high), end + 1)):
+            if start < until:
+                tensor = bisect_right(self._first_blocks, start) - 1
+                last_tensor = bisect_left(self._first_blocks, until)
+                is_part = start < low or start >= high
+                yield LeftRange(first, last, start, until - start, is_part, tensor, last_tensor)
 
 
 def _count_bits(packed: Tensor) -> Tensor:

@@ -356,7 +356,7 @@ def launch_compress(
     `dense`, which has their dtype.
     """
     launch_cached(
-        _compress, triton.cdiv(part.blocks, turns), dense, tensors, Bitmap(bits, prefix, None), out,
+        _compress, -(-part.blocks // turns), dense, tensors, Bitmap(bits, prefix, None), out,
         *part.arguments(None if tensors else dense), ADDS=adds, SLOTS=128, TURNS=turns, num_warps=1,
     )  # fmt: skip
 
@@ -369,7 +369,7 @@ def launch_expand(
     not 0 has nothing written. Others: as `launch_compress`; several tensors begin at multiples of 16 bytes."""
     index = Bitmap(bits, prefix, find_selectors(dense.device))
     launch_cached(
-        _expand, triton.cdiv(part.blocks, turns), left, index, dense, tensors,
+        _expand, -(-part.blocks // turns), left, index, dense, tensors,
         *flags, *[None] * (2 - len(flags)), *part.arguments(None if tensors else dense),
         IS_PART=part.is_part, TURNS=turns, num_warps=1,
     )  # fmt: skip

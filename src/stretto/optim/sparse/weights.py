@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.memory import failures
-from stretto.optim.sparse.index import BitmapIndex, BitmapTable, FullIndex, SparseIndex, make_table
+from stretto.optim.sparse.index import BitmapTable, FullIndex, SparseIndex, make_table
 from stretto.optim.state.layout import Bucket, StateLayout
 from stretto.optim.state.residence import FlatWeights
 
@@ -49,7 +49,8 @@ class SparseWeights(FlatWeights):
         self._reads = False
         self._buffers: list[Tensor] = []
         self._table: BitmapTable | None = None
-        self._numbers: dict[int, int] = {}  # in the table, of pruned parameters
+        self._numbers: dict[int, int] = {}  # in the table
+        self._absent: frozenset[int] = frozenset()
         self._kept: dict[int, tuple[Tensor, bool]] = {}  # gradients that are not compressed yet, by these numbers
         self._gradients = self.flat
 
@@ -66,11 +67,11 @@ class SparseWeights(FlatWeights):
             [self._places[index].start for index in order],
             [self._dense[index] for index in order],
         )
-        if self._table is not None:
-            self._numbers = {i: number for number, i in enumerate(order) if isinstance(self.indices[i], BitmapIndex)}
+        self._numbers = {index: number for number, index in enumerate(order)}
 
     def begin(self, present: Collection[int], skip: Tensor) -> None:
         self._present = present
+        self._absent = frozenset(number for index, number in self._numbers.items() if index not in present)
         self._flags = (None, None) if self._reads else (skip, failures.find_flag(skip.device))
 
     def buffer(self, bucket: Bucket, number: int = 0) -> Tensor:
@@ -78,18 +79,20 @@ class SparseWeights(FlatWeights):
 
     def open(self, bucket: Bucket, number: int = 0) -> Tensor:
         buffer = self.buffer(bucket, number)
-        if self._reads:
+        if self._reads and self._table is not None:
+            self._table.read(buffer, bucket.start, bucket.stop)
+        elif self._reads:
             for index, first, last, part in self._pieces[bucket.index]:
                 self.indices[index].compress(self._dense[index], buffer[part], first=first, last=last)
         return buffer
 
     def close(self, bucket: Bucket, number: int = 0) -> None:
-        buffer, (skip, failed), pieces = self.buffer(bucket, number), self._flags, self._pieces[bucket.index]
-        if self._table is not None and all(piece.parameter in self._present for piece in pieces):
+        buffer, (skip, failed) = self.buffer(bucket, number), self._flags
+        if self._table is not None:
             flags = [flag for flag in self._flags if flag is not None]
-            self._table.expand(buffer, bucket.start, bucket.stop, flags=flags)
+            self._table.expand(buffer, bucket.start, bucket.stop, flags=flags, absent=self._absent)
             return
-        for index, first, last, part in pieces:
+        for index, first, last, part in self._pieces[bucket.index]:
             if index in self._present:
                 own, dense = self.indices[index], self._dense[index]
                 own.expand(buffer[part], dense, first=first, last=last, skip=skip, failed=failed)
@@ -108,10 +111,10 @@ class SparseWeights(FlatWeights):
             self.indices[index].compress(gradient.reshape(-1), out, adds=adds)
 
     def keep_gradient(self, index: int, gradient: Tensor, out: Tensor, *, adds: bool) -> None:
-        if (number := self._numbers.get(index)) is None:
+        if self._table is None or isinstance(self.indices[index], FullIndex):
             self.take_gradient(index, gradient, out, adds=adds)
             return
-        if number in self._kept:
+        if (number := self._numbers[index]) in self._kept:
             self.flush()
         self._kept[number] = gradient.reshape(-1), adds
         if sum([kept.numel() for kept, _ in self._kept.values()]) >= MAX_KEPT:
