@@ -4,13 +4,14 @@
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
-from stretto.optim.sparse import Masks
+from stretto.optim.sparse import Masks, index
 from stretto.optim.state.loss_scale import LossScaleOptions
 from stretto.parallel import Grid, Pipeline, count_collectives, no_sync, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
@@ -178,10 +179,18 @@ def train_bank(sizes: dict[str, int]) -> dict[str, Any]:
             for key in (None, "momentum_buffer"):
                 tensor = stored.read_later(name, key)().clone()
                 found[f"{name}.{key}"] = gather(place_like(tensor, parameter), layout_of(parameter))
+            shard = parameter.to_local().float()
+            found[f"{name} computed with"] = gather(place_like(shard, parameter), layout_of(parameter))
         results.append(found)
         numbers = stored.store.layout.places
     equal = all(torch.equal(results[0][key], results[1][key]) for key in results[0])
     return {"equal": equal, "sent": sent, "shares": [place.size for place in numbers], "changed": len(results[0])}
+
+
+def train_bank_by_kernels(sizes: dict[str, int]) -> dict[str, Any]:
+    """`train_bank` with the interpreted kernels."""
+    with mock.patch.object(index, "runs_kernels", return_value=True):
+        return train_bank(sizes)
 
 
 class Convolutions(nn.Sequential):
