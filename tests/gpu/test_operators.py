@@ -133,7 +133,6 @@ def confirm_first_calls(folder: Path) -> tuple[dict[str, dict[str, float]], dict
     device, group = Grid(data=world, device="cuda").device, dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
-        patch.setenv("STRETTO_CONFIRM", "1")
         patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
         choices.restore_choices({})
         x = torch.randn(1024 // world, 2048, device=device, dtype=torch.bfloat16)
@@ -211,7 +210,6 @@ def time_first_calls_anywhere(folder: Path) -> dict[str, tuple[float, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
-        patch.setenv("STRETTO_CONFIRM", "1")
         patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
         patch.setattr(confirmation, "time_calls", count)
         choices.restore_choices({})
