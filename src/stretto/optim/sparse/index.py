@@ -10,7 +10,7 @@ Dense tensors are flat and contiguous. On GPUs kernels compress and expand by bi
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -214,12 +214,13 @@ class BitmapTable:
         for number, part in enumerate(parts):
             part.move(bits[number].view(-1), prefix[number], firsts[number])
         ends = [block * _BLOCK + part.size for block, part in zip(self._first_blocks, parts, strict=False)]
-        written = [self._address(number, each) for number, each in enumerate(dense)]
-        assert not any(address % 16 for address in written)
-        columns = (self._first_blocks[:-1], ends, written)
-        self._written = kernels.Tensors(*[torch.tensor(column, device=device) for column in columns])
-        self._read = self._written._replace(addresses=self._written.ends.new_zeros(len(parts) + kernels.NOTED))
-        self._absent = frozenset[int](), self._written
+        self._addresses = [self._address(number, each) for number, each in enumerate(dense)]
+        assert not any(address % 16 for address in self._addresses)
+        columns = (self._first_blocks[:-1], ends, self._addresses)
+        self._all = kernels.Tensors(*[torch.tensor(column, device=device) for column in columns])
+        read, some = self._all.ends.new_zeros(2, len(parts) + kernels.NOTED)
+        self._read, self._some = (self._all._replace(addresses=noted) for noted in (read, some))
+        self._written = self._all
         self._parts: dict[tuple[int, int], list[kernels.LeftRange]] = {}
 
     def compress(self, dense: Mapping[int, Tensor], out: Tensor, *, adds: bool) -> None:
@@ -230,10 +231,10 @@ class BitmapTable:
         while numbers:
             first = numbers[0]
             last = max(number for number in numbers if number < first + kernels.NOTED) + 1
-            addresses = [kernels.ABSENT] * kernels.NOTED
-            for number in numbers:
-                if number < last:
-                    addresses[number - first] = self._address(number, dense[number])
+            addresses = [
+                self._address(number, dense[number]) if number in dense else kernels.ABSENT
+                for number in range(first, last)
+            ]
             begin, end = self._first_blocks[first], self._first_blocks[last]
             part = kernels.LeftRange(0, self.stop, begin, end - begin, False, first, last)
             if part.blocks:
@@ -249,24 +250,27 @@ class BitmapTable:
 
         parts = self._find_parts(first, last)
         part = parts[0]._replace(blocks=sum(part.blocks for part in parts), last_tensor=parts[-1].last_tensor)
-        kernels.launch_compress(self._like, self._bits, self._prefix, out, part, adds=False, tensors=self._written)
+        kernels.launch_compress(self._like, self._bits, self._prefix, out, part, adds=False, tensors=self._all)
 
-    def expand(
-        self, left: Tensor, first: int, last: int, *, flags: Sequence[Tensor] = (), absent: frozenset[int] = frozenset()
-    ) -> None:
+    def leave_out(self, absent: Collection[int]) -> None:
+        """Have `expand` write all dense tensors but these from now on, in the order of the current stream."""
+        from stretto.optim.sparse import kernels
+
+        self._written = self._some if absent else self._all
+        for first in range(0, len(self._addresses) if absent else 0, kernels.NOTED):
+            own = enumerate(self._addresses[first : first + kernels.NOTED], first)
+            addresses = [kernels.ABSENT if number in absent else address for number, address in own]
+            kernels.note_addresses(self._some.addresses, first, addresses)
+
+    def expand(self, left: Tensor, first: int, last: int, flags: Sequence[Tensor] = ()) -> None:
         """Write the numbers `first` to `last` of what is left of all to their places in the dense tensors.
 
-        flags: as the kernel's. absent: numbers of tensors that are not written.
+        flags: as the kernel's.
         """
         from stretto.optim.sparse import kernels
 
-        if absent != self._absent[0]:
-            addresses = self._written.addresses.clone()
-            addresses[list(absent)] = kernels.ABSENT
-            self._absent = absent, self._written._replace(addresses=addresses)
-        tensors = self._absent[1]
         for part in self._find_parts(first, last):
-            kernels.launch_expand(left, self._bits, self._prefix, self._like, part, flags, tensors=tensors)
+            kernels.launch_expand(left, self._bits, self._prefix, self._like, part, flags, tensors=self._written)
 
     def _address(self, number: int, dense: Tensor) -> int:
         """Where block 0 would be, if the tensor's blocks followed it."""

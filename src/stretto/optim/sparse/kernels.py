@@ -342,8 +342,10 @@ def _compress(  # type: ignore[no-untyped-def]
 
 
 def note_addresses(addresses: Tensor, first: int, values: Sequence[int]) -> None:
-    """Write `NOTED` addresses to `addresses` from `first` on, in the order of the current stream."""
-    launch_cached(_note_addresses, 1, addresses, first, tuple(values), NUMBER=NOTED, num_warps=1)
+    """Write at most `NOTED` addresses to `addresses` from `first` on, in the order of the current stream; and `ABSENT`
+    after them, up to `NOTED`."""
+    values = (*values, *[ABSENT] * (NOTED - len(values)))
+    launch_cached(_note_addresses, 1, addresses, first, values, NUMBER=NOTED, num_warps=1)
 
 
 def launch_compress(

@@ -50,7 +50,6 @@ class SparseWeights(FlatWeights):
         self._buffers: list[Tensor] = []
         self._table: BitmapTable | None = None
         self._numbers: dict[int, int] = {}  # in the table
-        self._absent: frozenset[int] = frozenset()
         self._kept: dict[int, tuple[Tensor, bool]] = {}  # gradients that are not compressed yet, by these numbers
         self._gradients = self.flat
 
@@ -71,7 +70,8 @@ class SparseWeights(FlatWeights):
 
     def begin(self, present: Collection[int], skip: Tensor) -> None:
         self._present = present
-        self._absent = frozenset(number for index, number in self._numbers.items() if index not in present)
+        if self._table is not None:
+            self._table.leave_out({number for index, number in self._numbers.items() if index not in present})
         self._flags = (None, None) if self._reads else (skip, failures.find_flag(skip.device))
 
     def buffer(self, bucket: Bucket, number: int = 0) -> Tensor:
@@ -90,7 +90,7 @@ class SparseWeights(FlatWeights):
         buffer, (skip, failed) = self.buffer(bucket, number), self._flags
         if self._table is not None:
             flags = [flag for flag in self._flags if flag is not None]
-            self._table.expand(buffer, bucket.start, bucket.stop, flags=flags, absent=self._absent)
+            self._table.expand(buffer, bucket.start, bucket.stop, flags)
             return
         for index, first, last, part in self._pieces[bucket.index]:
             if index in self._present:
