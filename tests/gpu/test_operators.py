@@ -37,7 +37,6 @@ PLANS: dict[str, list[str | ops.KernelConfig]] = {
         "kernel",
         ops.KernelConfig(transfer="programs", movers=132),
         ops.KernelConfig(transfer="programs", movers=8, blocks=BLOCKS),
-        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
         ops.KernelConfig(transfer="programs", blocks=ODD),
         ops.KernelConfig(transfer="copies", piece_bytes=1 << 16),
         ops.KernelConfig(transfer="copies", blocks=BLOCKS),
@@ -66,7 +65,6 @@ PLANS: dict[str, list[str | ops.KernelConfig]] = {
 MOVES: dict[str, list[ops.KernelConfig]] = {
     "gather": [
         ops.KernelConfig(transfer="programs", movers=132),
-        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
         ops.KernelConfig(transfer="copies", piece_bytes=1 << 16),
     ],
     "scatter": [ops.KernelConfig(transfer="programs"), ops.KernelConfig(transfer="copies", piece_bytes=1 << 18)],

@@ -50,7 +50,7 @@ _budget = _Budget()
 def can_time_calls(device: torch.device, size: int) -> bool:
     """True if this rank may time calls that allocate up to so many bytes, and if all others of the group may, too.
 
-    So: on a GPU of its own, in no CUDA graph's capture, with memory for both candidates, unless it is switched off. Memory
+    So: on a GPU of its own, in no CUDA graph's capture, with memory for both candidates, and not switched off. Memory
     is looked at before: a call that fails on one rank leaves the others waiting. Deterministic algorithms are chosen by
     no clock.
     """
