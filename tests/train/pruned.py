@@ -193,6 +193,31 @@ def train_bank_by_kernels(sizes: dict[str, int]) -> dict[str, Any]:
         return train_bank(sizes)
 
 
+def count_launches() -> list[int]:
+    """Launches after the backward passes of two micro-batches, the first under `no_sync`; none is run."""
+    from stretto.optim.sparse import kernels
+
+    launched: list[Any] = []
+    with (
+        mock.patch.object(index, "runs_kernels", return_value=True),
+        mock.patch.object(kernels, "launch_cached", lambda kernel, *_, **__: launched.append(kernel)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        model = parallelize(Bank(), Grid(device="cpu"), dtype=torch.bfloat16, blocks=["layers.*"])
+        masks = prune(model, 0.5)
+        StoredOptimizer(
+            model, Grid(device="cpu"), sgd_update(), name="sgd", options=StateOptions("device"), masks=masks
+        )
+        launched.clear()
+        counts = []
+        for is_last in (False, True):
+            with nullcontext() if is_last else no_sync(model):
+                model(torch.ones(2, 40)).backward()
+            counts.append(len(launched))
+    return counts
+
+
 class Convolutions(nn.Sequential):
     """Of images: a plain convolution, one in groups, one of depth alone, and a linear; returns its loss."""
 

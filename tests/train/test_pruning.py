@@ -12,6 +12,7 @@ from tests.train.pruned import (
     ROWS,
     SHAPE,
     Bank,
+    count_launches,
     odd_masks,
     train_bank,
     train_bank_by_kernels,
@@ -238,6 +239,11 @@ def give_other_masks(kind: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_a_micro_batchs_gradients_are_compressed_by_its_end(ranks: Any) -> None:
+    """By one launch, after one that notes their addresses: a graph of it may be replayed."""
+    assert ranks(1).run(count_launches) == [[2, 4]]
 
 
 @pytest.mark.long

@@ -355,7 +355,7 @@ def build_store(
     sizes = [parameter.shape.numel() for parameter in parameters]
     keys = [
         (parameter.key, parameter.replicas, parameter.weight_decay, isinstance(index, FullIndex))
-        for parameter, index in zip(parameters, indices or [None] * len(parameters), strict=True)
+        for parameter, index in zip(parameters, indices or parameters, strict=True)
     ]
     bucket_size = min(options.bucket_size, -(-max(sum(sizes), 1) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
     layout = StateLayout.of(sizes, keys, bucket_size=bucket_size, coarsening=options.coarsening)
