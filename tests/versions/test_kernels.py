@@ -97,7 +97,7 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 def launch_sparse(name: str) -> Launch:
     half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
-    tensors = sparse_kernels.Tensors(LONGS, LONGS, LONGS)
+    tensors = sparse_kernels.TensorPlaces(LONGS, LONGS, LONGS)
     numbers = 4096, 8, 90, 1, 2, 5
     arguments: tuple[Any, ...] = {
         "_compress": (half, tensors, index, half, *numbers, True, 128, 1),

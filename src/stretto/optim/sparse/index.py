@@ -217,7 +217,7 @@ class BitmapTable:
         self._addresses = [self._address(number, each) for number, each in enumerate(dense)]
         assert not any(address % 16 for address in self._addresses)
         columns = (self._first_blocks[:-1], ends, self._addresses)
-        self._all = kernels.Tensors(*[torch.tensor(column, device=device) for column in columns])
+        self._all = kernels.TensorPlaces(*[torch.tensor(column, device=device) for column in columns])
         read, some = self._all.ends.new_zeros(2, len(parts) + kernels.NOTED)
         self._read, self._some = (self._all._replace(addresses=noted) for noted in (read, some))
         self._written = self._all

@@ -62,7 +62,7 @@ class Bitmap(NamedTuple):
     selectors: Any
 
 
-class Tensors(NamedTuple):
+class TensorPlaces(NamedTuple):
     """Several dense tensors, in the order of their blocks, which one launch takes: int64, one of each.
 
     first_blocks: of each; ends: dense numbers of all blocks before its end; addresses: as if each began with block 0.
@@ -350,7 +350,7 @@ def note_addresses(addresses: Tensor, first: int, values: Sequence[int]) -> None
 
 def launch_compress(
     dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool,
-    turns: int = COMPRESS_TURNS, tensors: Tensors | None = None,
+    turns: int = COMPRESS_TURNS, tensors: TensorPlaces | None = None,
 ) -> None:  # fmt: skip
     """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums, or add it there.
 
@@ -365,7 +365,7 @@ def launch_compress(
 
 def launch_expand(
     left: Tensor, bits: Tensor, prefix: Tensor, dense: Tensor, part: LeftRange, flags: Sequence[Tensor], *,
-    turns: int = EXPAND_TURNS, tensors: Tensors | None = None,
+    turns: int = EXPAND_TURNS, tensors: TensorPlaces | None = None,
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
     not 0 has nothing written. Others: as `launch_compress`; several tensors begin at multiples of 16 bytes."""
