@@ -22,7 +22,7 @@ from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, Weigh
 from stretto.optim.sparse.index import make_table
 from stretto.optim.sparse.masks import count_left, find_threshold, magnitude_bits, pack, select_above, select_largest
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
-from stretto.parallel.comm.pruned_weights import PrunedWeight, RowExchange
+from stretto.parallel.comm.pruned_weights import PrunedWeight, PrunedRowExchange
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
@@ -321,7 +321,7 @@ class _RowWriter:
 
     def __init__(self, weights: Sequence[tuple[PrunedWeight, Tensor]]) -> None:
         self._weights = sorted(weights, key=lambda each: each[0].dim)
-        self._exchange = RowExchange([share for share, _ in self._weights])
+        self._exchange = PrunedRowExchange([share for share, _ in self._weights])
         self._counts = [share.own.count for share, _ in self._weights]
         plain = [(share, shard) for share, shard in self._weights if not share.dim]
         firsts = list(accumulate(self._counts, initial=0))[: len(plain)]

@@ -8,7 +8,7 @@ on, rounded up to whole shares, however the mask distributes them over rows:
     rows            | rank 0's rows         | rank 1's rows | rank 2's rows |
 
 So messages and optimizer state are equally long on all ranks. The parameter itself remains this rank's rows, dense;
-after a step, `RowExchange` sends what lies between the two kinds of boundaries, which is little unless the mask differs
+after a step, `PrunedRowExchange` sends what lies between the two kinds of boundaries, which is little unless the mask differs
 much between rows.
 """
 
@@ -115,7 +115,7 @@ class PrunedWeight:
         return dense.transpose(0, self.dim)
 
 
-class RowExchange:
+class PrunedRowExchange:
     """Sends the shares of several weights, which z shards over one group, to the ranks that have the rows."""
 
     def __init__(self, weights: Sequence[PrunedWeight]) -> None:
