@@ -96,12 +96,12 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 
 def launch_sparse(name: str) -> Launch:
-    half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
-    tensors = sparse_kernels.TensorPlaces(LONGS, LONGS, LONGS)
+    half, tensors = FLOATS.bfloat16(), sparse_kernels.TensorPlaces(LONGS, LONGS, LONGS)
+    index = sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS, tensors)
     numbers = 4096, 8, 90, 1, 2, 5
     arguments: tuple[Any, ...] = {
-        "_compress": (half, tensors, index, half, *numbers, True, 128, 1),
-        "_expand": (half, index, half, tensors, WORDS, WORDS, *numbers, False, 1),
+        "_compress": (half, index, half, *numbers, True, 128, 1),
+        "_expand": (half, index, half, (WORDS, WORDS), *numbers, False, 1),
         "_note_addresses": (LONGS, 3, (1 << 62,) * 32, 32),
     }[name]
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})

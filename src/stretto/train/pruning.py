@@ -22,7 +22,7 @@ from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, Weigh
 from stretto.optim.sparse.index import make_table
 from stretto.optim.sparse.masks import count_left, find_threshold, magnitude_bits, pack, select_above, select_largest
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
-from stretto.parallel.comm.pruned_weights import PrunedWeight, PrunedRowExchange
+from stretto.parallel.comm.pruned_weights import PrunedRowExchange, PrunedWeight
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions

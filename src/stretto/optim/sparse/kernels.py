@@ -54,14 +54,6 @@ class LeftRange(NamedTuple):
         return end, self.first, self.last, self.first_block, self.first_tensor, self.last_tensor
 
 
-class Bitmap(NamedTuple):
-    """Kernel argument: a mask's bits, how many numbers are left before each block, and selectors of rows."""
-
-    bits: Any
-    prefix: Any
-    selectors: Any
-
-
 class TensorPlaces(NamedTuple):
     """Several dense tensors, in the order of their blocks, which one launch takes: int64, one of each.
 
@@ -71,6 +63,16 @@ class TensorPlaces(NamedTuple):
     first_blocks: Any
     ends: Any
     addresses: Any
+
+
+class Bitmap(NamedTuple):
+    """Kernel argument: a mask's bits, how many numbers are left before each block, selectors of rows, and the places of
+    the tensors if there are several."""
+
+    bits: Any
+    prefix: Any
+    selectors: Any
+    tensors: TensorPlaces | None
 
 
 @functools.cache
@@ -230,28 +232,27 @@ def _load_half(at, rank, count, first, last, IS_PART: tl.constexpr):  # type: ig
 
 @triton.jit(do_not_specialize=["first", "last", "first_block", "first_tensor", "last_tensor"])
 def _expand(  # type: ignore[no-untyped-def]
-    left, index, dense, tensors, skip, failed, size, first, last, first_block, first_tensor, last_tensor,
+    left, index, dense, flags, size, first, last, first_block, first_tensor, last_tensor,
     IS_PART: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Write TURNS blocks of dense numbers: those that are left, and zeros between them.
 
-    Whole sectors are written: numbers one by one would have the memory read what lies between them first. While `skip`
-    or `failed` is not 0, nothing is written.
+    Whole sectors are written: numbers one by one would have the memory read what lies between them first. While one of
+    two `flags` is not 0, nothing is written.
 
     Synchronization: none. Each dense number is written by one program; the next kernel of the stream reads it.
     """
     column = tl.arange(0, 8)[None, :]
     places = tl.arange(0, 32)[:, None] * 8 + column
     writes = True
-    if skip is not None:
-        writes = tl.load(skip) == 0
-    if failed is not None:
-        writes &= tl.load(failed) == 0
+    for number in tl.static_range(2):
+        if flags[number] is not None:
+            writes &= tl.load(flags[number]) == 0
     for turn in range(TURNS):
         block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
         target, end = dense + block * 1024, size
-        if tensors is not None:
-            address, end = _find_tensor(tensors, first_tensor, last_tensor, block)
+        if index.tensors is not None:
+            address, end = _find_tensor(index.tensors, first_tensor, last_tensor, block)
             target = tl.multiple_of(address.to(dense.dtype) + block * 1024, 16)
             end = tl.minimum(end, size)
         if block * 1024 < end:
@@ -301,7 +302,7 @@ def _prefetch(at):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "last", "first_block", "first_tensor", "last_tensor"])
 def _compress(  # type: ignore[no-untyped-def]
-    dense, tensors, index, out, size, first, last, first_block, first_tensor, last_tensor,
+    dense, index, out, size, first, last, first_block, first_tensor, last_tensor,
     ADDS: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """Write the numbers of TURNS blocks that are left to `out`, SLOTS at a time, or add them.
@@ -315,8 +316,8 @@ def _compress(  # type: ignore[no-untyped-def]
     for turn in range(TURNS):
         block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
         source, end = dense, size
-        if tensors is not None:
-            address, end = _find_tensor(tensors, first_tensor, last_tensor, block)
+        if index.tensors is not None:
+            address, end = _find_tensor(index.tensors, first_tensor, last_tensor, block)
             source, end = address.to(dense.dtype), tl.minimum(end, size)
         if block * 1024 < end:
             # 64 bytes a lane, or more; they are loaded once their places are known.
@@ -358,7 +359,7 @@ def launch_compress(
     `dense`, which has their dtype.
     """
     launch_cached(
-        _compress, -(-part.blocks // turns), dense, tensors, Bitmap(bits, prefix, None), out,
+        _compress, -(-part.blocks // turns), dense, Bitmap(bits, prefix, None, tensors), out,
         *part.arguments(None if tensors else dense), ADDS=adds, SLOTS=128, TURNS=turns, num_warps=1,
     )  # fmt: skip
 
@@ -369,9 +370,9 @@ def launch_expand(
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
     not 0 has nothing written. Others: as `launch_compress`; several tensors begin at multiples of 16 bytes."""
-    index = Bitmap(bits, prefix, find_selectors(dense.device))
+    index = Bitmap(bits, prefix, find_selectors(dense.device), tensors)
     launch_cached(
-        _expand, -(-part.blocks // turns), left, index, dense, tensors,
-        *flags, *[None] * (2 - len(flags)), *part.arguments(None if tensors else dense),
+        _expand, -(-part.blocks // turns), left, index, dense,
+        (*flags, *[None] * (2 - len(flags))), *part.arguments(None if tensors else dense),
         IS_PART=part.is_part, TURNS=turns, num_warps=1,
     )  # fmt: skip

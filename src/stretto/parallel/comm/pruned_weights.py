@@ -8,8 +8,8 @@ on, rounded up to whole shares, however the mask distributes them over rows:
     rows            | rank 0's rows         | rank 1's rows | rank 2's rows |
 
 So messages and optimizer state are equally long on all ranks. The parameter itself remains this rank's rows, dense;
-after a step, `PrunedRowExchange` sends what lies between the two kinds of boundaries, which is little unless the mask differs
-much between rows.
+after a step, `PrunedRowExchange` sends what lies between the two kinds of boundaries, which is little unless the mask
+differs much between rows.
 """
 
 from collections.abc import Sequence
