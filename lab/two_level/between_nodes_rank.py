@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from lab.two_level.between_nodes import GPUS, MODEL, NODES, PARTS, PUT_SIZES, TILE_BYTES
-from lab.two_level.network import IN_FLIGHT, PutStream
 from lab.two_level.rank import interleave, measure_overheads, serve
+from stretto.bench.network import IN_FLIGHT, PutStream
 from stretto.cluster.two_level import Links
 from stretto.collectives import Schedule
 from stretto.collectives.algorithm import algorithm

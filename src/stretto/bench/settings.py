@@ -110,3 +110,28 @@ def parse_number(text: str, what: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"{what} has {text!r}, but takes whole numbers, at least 1")
     return int(text)
+
+
+PROXIES = ("native", "python")
+
+
+@dataclass(frozen=True)
+class NetworkSetting:
+    """Sizes of puts, and by which proxies. Raises ValueError for others."""
+
+    proxies: Annotated[tuple[str, ...], Option("native, python, with commas.")] = PROXIES
+    smallest: Annotated[int, Option("Bytes of a put.")] = 64 << 10
+    largest: Annotated[int, Option("Bytes of a put.")] = 4 << 20
+    step: Step = 4
+    megabytes: Annotated[int, Option("Sent each way for each rate, in MB.", least=1, most=1 << 16)] = 256
+    idle_seconds: Annotated[
+        int, Option("Over which an idle proxy's share of a core is measured.", least=1, most=60)
+    ] = 3
+
+    def __post_init__(self) -> None:
+        require_known("proxy", self.proxies, PROXIES)
+        list_sizes(self.smallest, self.largest, self.step)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return list_sizes(self.smallest, self.largest, self.step)

@@ -6,7 +6,7 @@ from __future__ import annotations  # the settings are imported when a command i
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto.bench.settings import Needs
+from stretto.bench.settings import Needs, NetworkSetting
 from stretto.cli.settings_command import BenchApp
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from stretto.bench.operators.settings import OperatorsSetting
     from stretto.bench.training.settings import ThroughputSetting
 
-benches = BenchApp("Measure this machine: collectives, operators, look-ups and training, with their peers.", "results")
+benches = BenchApp(
+    "Measure this machine: collectives, operators, look-ups, training and puts, with their peers.", "results"
+)
 app = benches.app
 
 
@@ -66,3 +68,11 @@ def ops(ranks: int, setting: OperatorsSetting, out: Path) -> Any:
     from stretto.bench.operators.run import bench_operators
 
     return bench_operators(ranks, out, setting)
+
+
+@benches.command("network", "stretto.bench.settings")
+def network(setting: NetworkSetting, out: Path) -> Any:
+    """Puts between two declared nodes of this machine, compared with plain sockets: rates, latency, an idle proxy."""
+    from stretto.bench.network import bench_network
+
+    return bench_network(out, setting)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab network`: two ranks of this machine, declared to be two nodes, put to each other and send by sockets.
+"""`stretto bench network`: two ranks of this machine, declared to be two nodes, put to each other and send by sockets.
 
 Both go over loopback, both ways at once. The rates are of whole puts with their signals, with four in flight; the
 latency is half of a round trip of 8 bytes. An idle proxy also looks at a FIFO that kernels could write to.
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
-from lab.harness import Bench, column
-from stretto.bench.harness import print_row, run_ranks
+from stretto.bench.harness import Column, print_row, print_table, run_ranks, write_result
 from stretto.bench.interleaved import name_size
-from stretto.bench.settings import Option, Step, list_sizes, require_known
+from stretto.bench.settings import NetworkSetting
 from stretto.memory import Backoff, HostMemory, allocate
 from stretto.memory.network.descriptors import Fifo
 from stretto.memory.network.endpoint import PROXY_VARIABLE
@@ -28,52 +28,26 @@ from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
 from stretto.memory.plain_data import all_gather_data
 
+COLUMNS = (
+    Column("what", "what"),
+    Column("size", "size"),
+    Column("sockets", "plain sockets", "{:.3g}"),
+    Column("native", "puts", "{:.3g}"),
+    Column("python", "puts, proxy in Python", "{:.3g}"),
+    Column("ratio", "puts / sockets", "{:.2f}"),
+)
 IN_FLIGHT = 4
 _ROUND_TRIPS = 500
 _ROUNDS = 3
 _TIMEOUT = 60.0
 
 
-PROXIES = ("native", "python")
-
-
-@dataclass(frozen=True)
-class NetworkSetting:
-    """Sizes of puts, and by which proxies. Raises ValueError for others."""
-
-    proxies: Annotated[tuple[str, ...], Option("native, python, with commas.")] = PROXIES
-    smallest: Annotated[int, Option("Bytes of a put.")] = 64 << 10
-    largest: Annotated[int, Option("Bytes of a put.")] = 4 << 20
-    step: Step = 4
-    megabytes: Annotated[int, Option("Sent each way for each rate, in MB.", least=1, most=1 << 16)] = 256
-    idle_seconds: Annotated[
-        int, Option("Over which an idle proxy's share of a core is measured.", least=1, most=60)
-    ] = 3
-
-    def __post_init__(self) -> None:
-        require_known("proxy", self.proxies, PROXIES)
-        list_sizes(self.smallest, self.largest, self.step)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return list_sizes(self.smallest, self.largest, self.step)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A figure of plain sockets and of puts by either proxy."""
-
-    what: str = column("what")
-    size: str | None = column("size")
-    sockets: float | None = column("plain sockets", "{:.3g}", default=None)
-    native: float | None = column("puts", "{:.3g}", default=None)
-    python: float | None = column("puts, proxy in Python", "{:.3g}", default=None)
-    ratio: float | None = column("puts / sockets", "{:.2f}", default=None)
-
-
-def measure_network(setting: NetworkSetting) -> list[Row]:
-    found: list[dict[str, Any]] = run_ranks(2, _measure_all, setting, trains=False)
-    return [Row(**row) for row in found]
+def bench_network(out: Path, setting: NetworkSetting) -> list[dict[str, Any]]:
+    """Measure, print the table, write the JSON. Returns the rows."""
+    rows: list[dict[str, Any]] = run_ranks(2, _measure_all, setting, trains=False)
+    print_table("Puts between two declared nodes of this machine, over loopback", COLUMNS, rows)
+    write_result(out, "network", COLUMNS, rows)
+    return rows
 
 
 def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
@@ -244,13 +218,3 @@ def _measure_idle(memory: HostMemory, seconds: int) -> float:
     endpoint.proxy.remove_fifo(fifo)
     dist.barrier()
     return share
-
-
-BENCH = Bench(
-    "network",
-    "Puts between two declared nodes of this machine, compared with plain sockets: rates, latency, an idle proxy.",
-    NetworkSetting,
-    measure_network,
-    Row,
-    title="Puts between two declared nodes of this machine, over loopback",
-)
