@@ -134,8 +134,7 @@ def begin_wait(name: str | tuple[Any, ...], group: int = -1, number: int = 0) ->
     if not _thread.trains:
         return None
     before = (_values[_WAIT_NAME], _values[_WAIT_GROUP], _values[_WAIT_NUMBER], time.monotonic_ns())
-    code = _table.names.get(name)
-    code = _add_name(name) if code is None else code
+    code = _table.names[name] if name in _table.names else _add_name(name)
     _values[_WAIT_GROUP], _values[_WAIT_NUMBER], _values[_WAIT_NAME] = group, number, code
     return before
 

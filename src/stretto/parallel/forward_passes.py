@@ -17,6 +17,7 @@ from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.counting import not_counted
+from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import current_stream
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, cut_features, gather_features
@@ -51,6 +52,22 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
         if gradient_reducer.listener is not None:
             gradient_reducer.listener.begin_forward()
     stream = current_stream(state.grid.device)
+    with torch._C.DisableTorchFunctionSubclass():  # torch 2.11 calls Python at each read of a parameter's attributes
+        outdated = _find_outdated(model, gradient_reducer, stream)
+    for sharded in outdated:  # all at first: of a weight that several have, each keeps autograd's node
+        sharded.forget_weights()
+    for sharded in outdated:
+        sharded.follow_weights(stream)
+    gatherer.is_in_forward = gradient_reducer.is_in_forward = True
+    if not in_backward():
+        gatherer.begin_forward()
+
+
+def _find_outdated(model: nn.Module, gradients: GradientReducer, stream: int | None) -> list[ShardedModule]:
+    """The modules of which parameters, or the stream, have changed since they took these; defers users' hooks.
+
+    Raises ValueError for a parameter that is not sharded.
+    """
     waiting: list[tuple[str, nn.Module]] = [("", model)]  # `named_modules` takes several times as long
     outdated: list[ShardedModule] = []
     for prefix, module in waiting:  # without calls, which would cost more than the comparisons (`LocalTensors`)
@@ -60,31 +77,25 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 taken = states.get(name)
-                if taken is None or taken[0] is not parameter:
+                if taken is None or taken.parameter is not parameter:
                     is_outdated = True
                     if not has_layout(parameter):
                         if getattr(module, "reduces_own_gradients", False):  # stretto.recommendation's tables
                             continue
                         if parameter.requires_grad:
                             check_is_sharded(prefix + name, parameter)
-                elif taken[1] is not getattr(parameter, "_local_tensor", None) or taken[2] != parameter.requires_grad:
+                elif taken.requires_grad != parameter.requires_grad or (
+                    taken.shard is not None and taken.shard is not parameter._local_tensor  # type: ignore[attr-defined]
+                ):
                     is_outdated = True
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                    gradient_reducer.defer_hooks(parameter, prefix + name)
+                    gradients.defer_hooks(parameter, prefix + name)
         if sharded is not None and (is_outdated or followed is None or followed.stream != stream):
             outdated.append(sharded)
         for name, each in module._modules.items():
             if each is not None:
                 waiting.append((f"{prefix}{name}.", each))
-    if outdated:
-        followed = None
-        for sharded in outdated:  # all at first: of a weight that several have, each keeps autograd's node
-            sharded.forget_weights()
-        for sharded in outdated:
-            sharded.follow_weights(stream)
-    gatherer.is_in_forward = gradient_reducer.is_in_forward = True
-    if not in_backward():
-        gatherer.begin_forward()
+    return outdated
 
 
 def end_forward(state: ParallelState) -> None:

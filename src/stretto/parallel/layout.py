@@ -204,12 +204,22 @@ def local(parameter: Any) -> Tensor:
 
     Raises ValueError for a parameter that has replaced the one that `parallelize` created.
     """
-    if not torch.compiler.is_dynamo_compiling() and not has_layout(parameter):
+    if torch.compiler.is_dynamo_compiling():
+        return parameter.to_local()
+    if not isinstance(parameter, TensorOnGrid) or parameter.parameter_layout is None:
         raise ValueError(
             "a parameter was replaced after stretto.parallelize, and nothing would bring its gradient together: "
             "copy the new values into the parameter that was there (load_state_dict does, without assign=True)"
         )
-    return parameter.to_local()
+    # With gradients, autograd has to know how the shard came from the parameter.
+    return parameter.to_local() if torch.is_grad_enabled() else shard_of(parameter)
+
+
+def shard_of(parameter: TensorOnGrid) -> Tensor:
+    """This rank's shard of a parameter, once it is written, outside of autograd."""
+    if parameter.late_write is not None:
+        parameter.late_write()
+    return parameter._local_tensor
 
 
 @functools.cache
@@ -306,7 +316,5 @@ Version = tuple[int, int, int]
 
 def version_of(parameter: Tensor) -> Version:
     """The version of a DTensor parameter: a write counts at the parameter or at its shard, depending on its path."""
-    if isinstance(parameter, TensorOnGrid) and parameter.late_write is not None:
-        parameter.late_write()
-    shard = parameter._local_tensor if isinstance(parameter, TensorOnGrid) else local(parameter)
+    shard = shard_of(parameter) if isinstance(parameter, TensorOnGrid) else local(parameter)
     return shard.data_ptr(), shard._version, parameter._version

@@ -28,7 +28,9 @@ class Precision:
 
     def cast(self, tensor: Tensor) -> Tensor:
         """The tensor in the compute dtype; integers stay what they are."""
-        return tensor if self.compute is None or not tensor.is_floating_point() else tensor.to(self.compute)
+        if self.compute is None or tensor.dtype == self.compute or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self.compute)
 
     def sent(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which a parameter of this one is gathered (None: its own)."""

@@ -2,13 +2,13 @@
 """Recomputation (activation checkpointing): which activations of its blocks a model keeps for the backward pass.
 
 `checkpoint_activations` has each block, a child of the model's longest nn.ModuleList, run by a function in the place of
-torch's `checkpoint`; in a model without such a list, each block that is gathered by itself. The modes differ in that
-function:
+torch's `checkpoint`, which takes several times as many calls; in a model without such a list, each block that is
+gathered by itself. It runs the blocks in segments (`_BlockSegment`), which are computed again together:
 
-    full                     torch's checkpoint: the block's input is kept
-    products, communication  torch's checkpoint, in contexts that keep outputs (`stretto.parallel.comm.kept_outputs`)
-    host                     torch's checkpoint of a function that finds the block's input in pinned host memory
-    every:k                  `_BlockSegment`: k blocks are computed again together, from the input of the first
+    full                     a segment is one block, whose input is kept
+    every:k                  k blocks, from the input of the first
+    products, communication  one block, in contexts that keep outputs (`stretto.parallel.comm.kept_outputs`)
+    host                     a function that finds one block's input in pinned host memory
 
 In every mode weights that were gathered over z are gathered again for the recomputation. transformers' layers
 checkpoint themselves: there the function takes the place of their `_gradient_checkpointing_func`.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from stretto.execution import Recomputation
 from stretto.huggingface.pretrained_model import (
@@ -61,8 +61,8 @@ def checkpoint_activations(model: nn.Module, recompute: str = "full", names: Seq
         return
     blocks = check_blocks(model, recompute, names)
     for module in model.modules():
-        if isinstance(module, ShardedModule):
-            module.is_local = False  # a graph would have no outputs for a mode to keep
+        if isinstance(module, ShardedModule) and not mode.sums_again:
+            module.is_local = False  # plain products are no outputs for a mode to keep
             module.followed = None
         if isinstance(module, ParallelLinear):
             module.plan.shard.gatherer.stop_keeping()
@@ -126,14 +126,11 @@ def _make_runners(recompute: str, blocks: int) -> list[_Runner]:
     A compiler traces neither it nor the block: the recomputation, which no compiler calls, has to save what the forward
     pass has saved. torch's `checkpoint` does the same. What was compiled before, say a block's MLP, stays so.
     """
-    mode, contexts = Recomputation.parse(recompute), partial(recomputation_contexts, recompute)
-    run = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-    runners: list[_Runner] = [run] * blocks
-    if mode.kind == "every":
-        loop = _SegmentedLoop(mode.blocks, blocks, contexts)
-        runners = [partial(loop.run, number) for number in range(blocks)]
-    elif mode.kind == "host":
-        runners = [_InputsOnHost(run).run] * blocks
+    mode = Recomputation.parse(recompute)
+    loop = _SegmentedLoop(mode.blocks, blocks, partial(recomputation_contexts, recompute))
+    runners: list[_Runner] = [partial(loop.run, number) for number in range(blocks)]
+    if mode.kind == "host":
+        runners = [_InputsOnHost(runners[0]).run] * blocks
     return [torch.compiler.disable(runner) for runner in runners]
 
 
@@ -297,7 +294,7 @@ class _AllSaved(BaseException):  # no error, and not for a block's own `except E
 
 
 class _BlockSegment:
-    """Blocks that are computed again together, as torch's checkpoint does with one: saved tensors are their numbers."""
+    """Blocks that are computed again together, as one is by torch's `checkpoint`. Saved tensors are their numbers."""
 
     def __init__(self, contexts: tuple[Any, Any]) -> None:
         self.next_block = 0
@@ -422,8 +419,8 @@ class _InputsOnHost:
     share them.
     """
 
-    def __init__(self, checkpoint: _Runner) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, run: _Runner) -> None:
+        self._run = run
         self._last: Callable[[], _HostInputs | None] = lambda: None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -448,9 +445,9 @@ class _InputsOnHost:
             return function(*args, **kwargs)
 
         versions = [tensor._version for tensor in tensors]
-        for place in moved:  # an empty tensor shows `checkpoint` on which device random numbers are drawn
+        for place in moved:  # an empty tensor shows on which device random numbers are drawn
             leaves[place] = leaves[place].new_empty(0)
-        output = self._checkpoint(call, *leaves)
+        output = self._run(call, *leaves)
         inputs.wait()
         if versions != [tensor._version for tensor in tensors]:
             raise RuntimeError(

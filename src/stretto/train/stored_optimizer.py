@@ -42,7 +42,7 @@ from stretto.optim.state.updates import (
 from stretto.parallel import Grid, clip_scale
 from stretto.parallel.comm.collectives import Pending, all_reduce, start_all_reduce
 from stretto.parallel.comm.two_level import TwoLevels
-from stretto.parallel.layout import TensorOnGrid, check_is_sharded, layout_of, local, place_like
+from stretto.parallel.layout import check_is_sharded, layout_of, local, place_like
 from stretto.parallel.state import require_state
 from stretto.train.config import RunConfig
 from stretto.train.optimizer import local_shard
@@ -218,20 +218,25 @@ class StoredOptimizer:
         updated where it or the norm is not finite, as the device decides. Raises ValueError if the model was converted
         or loaded after this optimizer was made.
         """
-        for (name, parameter), pointer in zip(self.parameters.items(), self._pointers, strict=True):
-            if local_shard(parameter).data_ptr() != pointer:
-                raise ValueError(
-                    f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
-                    "update the old numbers: make the optimizer afterwards"
-                )
-            if parameter._version != self._versions[name]:
-                raise ValueError(
-                    f"{name} was written (load_state_dict, copy_, prune) after its optimizer was made, whose fp32 "
-                    "weights are others: make the optimizer afterwards"
-                )
+        self._check_unwritten()
         norm = self.store.step(lr, loss)
         self._note_written()
         return norm
+
+    def _check_unwritten(self) -> None:
+        states = zip(self.parameters.items(), self._pointers, self._versions, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            for (name, parameter), pointer, version in states:
+                if parameter._local_tensor.data_ptr() != pointer:  # type: ignore[attr-defined]
+                    raise ValueError(
+                        f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
+                        "update the old numbers: make the optimizer afterwards"
+                    )
+                if parameter._version != version:
+                    raise ValueError(
+                        f"{name} was written (load_state_dict, copy_, prune) after its optimizer was made, whose fp32 "
+                        "weights are others: make the optimizer afterwards"
+                    )
 
     @property
     def has_averages(self) -> bool:
@@ -262,8 +267,10 @@ class StoredOptimizer:
         if self._pruned is not None:
             self._pruned.write_rows()
         # Kernels of the store do not count versions, which show that gathered weights are stale.
-        torch.autograd.graph.increment_version(list(self.parameters.values()))
-        self._versions = {name: parameter._version for name, parameter in self.parameters.items()}
+        parameters = list(self.parameters.values())
+        torch.autograd.graph.increment_version(parameters)
+        with torch._C.DisableTorchFunctionSubclass():  # torch 2.11 calls Python at each read
+            self._versions = [parameter._version for parameter in parameters]
 
     def zero_grad(self) -> None:
         """Drop all gradients since the last step, which drops its own: for a backward pass that is not to count."""
@@ -497,13 +504,17 @@ class _StoreSink:
         self._frozen = {p: name for name, p in model.named_parameters() if p not in index}
 
     def add(self, parameter: nn.Parameter, shard: Tensor) -> None:
-        if parameter not in self._index:
+        number = self._index.get(parameter)
+        if number is None:
             name = self._frozen.get(parameter, f"a deleted parameter of shape {list(parameter.shape)}")
             raise ValueError(
                 f"{name} has a gradient, but was frozen when its optimizer was made, which has no state for it: make "
                 "the optimizer while all are unfrozen that will be trained, and freeze them then"
             )
-        self._store.add(self._index[parameter], _as_stored(parameter, shard))
+        pruned = parameter.pruned  # type: ignore[attr-defined]
+        # A gradient that comes by autograd, of a term outside of the forward pass, is of this rank's rows, while z's
+        # reduce-scatter leaves this rank's share of what is left.
+        self._store.add(number, shard if pruned is None or shard.dim() == 1 else pruned.compress(shard))
 
     def complete(self, parameter: nn.Parameter) -> None:
         self._store.complete(self._index[parameter])
@@ -513,16 +524,6 @@ class _StoreSink:
 
     def finish(self) -> None:
         self._store.finish()
-
-
-def _as_stored(parameter: nn.Parameter, shard: Tensor) -> Tensor:
-    """A gradient as the store takes it. One that comes by autograd, of a term outside of the forward pass, is of this
-    rank's rows, while z's reduce-scatter leaves this rank's share of what is left."""
-    pruned = parameter.pruned if isinstance(parameter, TensorOnGrid) else None
-    if pruned is None or shard.dim() == 1:
-        return shard
-    found: Tensor = pruned.compress(shard)
-    return found
 
 
 class _GradientSum:

@@ -65,8 +65,7 @@ class FlatWeights:
         self.read(index).copy_(weight)
 
     def take_gradient(self, index: int, gradient: Tensor, out: Tensor, *, adds: bool) -> None:
-        """Write a parameter's gradient to `out`, flat, as the store keeps it; adds: add it."""
-        out = out.view(gradient.shape)
+        """Write a parameter's gradient to `out`, as the store keeps it; adds: add it."""
         if adds:
             out.add_(gradient)
         else:

@@ -105,13 +105,14 @@ class OptimizerStateStore:
         self.device = device
         self.weights = weights or FlatWeights(layout, dtypes[0], device)
         self.gradients = torch.empty(0, dtype=dtypes[1], device=device)
+        self._gradients_of: list[Tensor] = []  # views of these, by parameter
         self.update, self.residence, self.communicator = update, residence, communicator
         self.clip, self.loss_scale, self.skips_nonfinite = clip, loss_scale, skips_nonfinite
         self.histories = [0] * len(self.parameters)
         self._history: dict[int, History] = {0: History()}
         decays = {layout.places[index].segment: own.weight_decay for index, own in enumerate(self.parameters)}
         self._weight_decays = tuple(decays[segment] for segment in sorted(decays))
-        self._step = _StepGradients()
+        self._begin_gradients()
         self._chunks_of: dict[int, list[Chunk]] = {index: [] for index in range(len(self.parameters))}
         for chunk in layout.chunks:
             for index in chunk.parameters:
@@ -125,6 +126,10 @@ class OptimizerStateStore:
     def prepare(self) -> None:
         """Allocate gradients, and the state that the weights have not needed so far; averages begin with them."""
         self.gradients = torch.zeros(self.layout.size, dtype=self.gradients.dtype, device=self.device)
+        self._gradients_of = [
+            self.gradients[place.start : place.stop].view(own.shape)
+            for own, place in zip(self.parameters, self.layout.places, strict=True)
+        ]
         self.residence.prepare(self.weights, self.gradients)
         sets, kept = self.residence.weight_buffers, self.residence.arrays
         if AVERAGE in kept:
@@ -136,18 +141,19 @@ class OptimizerStateStore:
 
     # Gradients.
 
-    @torch.no_grad()
+    def _begin_gradients(self) -> None:
+        self._step = _StepGradients(left={chunk.index: len(chunk.parameters) for chunk in self.layout.chunks})
+
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
-        place, step = self.layout.places[index], self._step
-        own, take = self.gradients[place.start : place.stop], self.weights.take_gradient
-        if index in step.late:
-            take(index, gradient, step.late[index], adds=True)
-        elif index in step.complete:
-            step.late[index] = torch.empty_like(own)
-            take(index, gradient, step.late[index], adds=False)
+        step, gradient = self._step, gradient.detach()
+        if index not in step.complete:
+            self.weights.keep_gradient(index, gradient, self._gradients_of[index], adds=index in step.present)
+        elif index in step.late:
+            self.weights.take_gradient(index, gradient, step.late[index], adds=True)
         else:
-            self.weights.keep_gradient(index, gradient, own, adds=index in step.present)
+            step.late[index] = torch.empty_like(self._gradients_of[index])
+            self.weights.take_gradient(index, gradient, step.late[index], adds=False)
         step.present.add(index)
 
     def complete(self, index: int) -> None:
@@ -157,7 +163,7 @@ class OptimizerStateStore:
             return
         step.complete.add(index)
         for chunk in self._chunks_of[index]:
-            step.left[chunk.index] = step.left.get(chunk.index, len(chunk.parameters)) - 1
+            step.left[chunk.index] -= 1
             if not step.left[chunk.index]:
                 self._start(chunk)
 
@@ -168,19 +174,19 @@ class OptimizerStateStore:
         A step may have several: what is added after the first of them is late.
         """
         step = self._step
-        for index, place in enumerate(self.layout.places):
+        for index, gradient in enumerate(self._gradients_of):
             if index not in step.present:
-                self.gradients[place.start : place.stop].zero_()
+                gradient.zero_()
         for chunk in self.layout.chunks:
             if chunk.index not in step.started:
                 self._start(chunk)
         step.complete.update(range(len(self.parameters)))
         for index in sorted(step.late):
-            place = self.layout.places[index]
-            total = self.communicator.start_sum(self.parameters[index].key, step.late[index]).wait()
+            own, late = self._gradients_of[index], step.late[index].flatten()
+            total = self.communicator.start_sum(self.parameters[index].key, late).wait()
             for chunk in self._chunks_of[index]:
                 step.started[chunk.index].wait()
-            self.gradients[place.start : place.stop].add_(total)
+            own.add_(total.view(own.shape))
         step.late.clear()
 
     def _start(self, chunk: Chunk) -> None:
@@ -199,7 +205,7 @@ class OptimizerStateStore:
         for reduction in self._step.started.values():
             reduction.wait()
         self.weights.drop()
-        self._step = _StepGradients()
+        self._begin_gradients()
 
     # The step.
 
@@ -259,7 +265,7 @@ class OptimizerStateStore:
                 self._update(bucket)
         self.residence.finish()
         self.update.end()
-        self._step = _StepGradients()
+        self._begin_gradients()
         return norm
 
     def _norm(self, squares: dict[int, Tensor]) -> Tensor:

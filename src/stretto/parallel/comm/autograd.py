@@ -28,6 +28,7 @@ def in_backward() -> bool:
 
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=torch.autograd.Function)
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -35,6 +36,12 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def directly_called(function: type[Function]) -> type[Function]:
+    """Class decorator: have autograd's engine call `backward` itself. torch's would look for it in two more calls."""
+    function._backward_cls.apply = function.backward
+    return function
 
 
 def once_differentiable(backward: Backward) -> Backward:

@@ -326,7 +326,8 @@ def start_gather_rows(shard: Tensor, rows: int, group: dist.ProcessGroup, levels
     with collective("all_gather", group) as issued:
         work = None if levels is None else levels.all_gather(whole, source, group)
         work = work or _all_gather(whole, source, group=group, async_op=True)
-        return Pending(whole[:rows], issued.watch(work, whole), source)
+        found = whole if chunk * size == rows else whole[:rows]
+        return Pending(found, issued.watch(work, whole), source)
 
 
 def scatter_rows(whole: Tensor, local_rows: int, group: dist.ProcessGroup) -> Tensor:
@@ -351,7 +352,8 @@ def start_scatter_rows(
     with collective("reduce_scatter", group) as issued:
         work = None if levels is None else levels.reduce_scatter(part, source, group, op)
         work = work or _reduce_scatter(part, source, op=op, group=group, async_op=True)
-        return Pending(part[:local_rows], issued.watch(work, part), source, factor)
+        own = part if chunk == local_rows else part[:local_rows]
+        return Pending(own, issued.watch(work, part), source, factor)
 
 
 def start_scatter_narrow_rows(

@@ -372,12 +372,11 @@ StartedScatter = tuple[nn.Parameter, Pending]
 class BackwardPass:
     """The gradients of one backward pass that are not in `.grad` yet, by state (see the diagram of `gradient_reducer`).
 
-    scatters: started reduce-scatters, each of one weight or of a block's parameters. held: what `.grad` held before.
-    arrived: the parts that have come of gradients that lack others. counts: how many parts each gradient had.
+    scatters: started reduce-scatters, each of one weight or of a block's parameters. arrived: the parts that have come
+    of gradients that lack others. counts: how many parts each gradient had.
     """
 
     scatters: deque[list[StartedScatter]] = field(default_factory=deque)
-    held: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     arrived: dict[nn.Parameter, list[Tensor]] = field(default_factory=dict)
     counts: dict[nn.Parameter, int] = field(default_factory=dict)
     buckets: BucketsOfPass = field(default_factory=BucketsOfPass)

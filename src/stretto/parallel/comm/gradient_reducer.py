@@ -37,6 +37,8 @@ a copy engine on a side stream.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -71,6 +73,25 @@ from stretto.parallel.state import require_state
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A parameter of the model.
+
+    scattered_over: the ranks over which its gradient is scattered first. scale: of that gradient, which is summed over
+    z. place, place_over_z: its numbers in the orders of gradients. hooks: of both kinds, by which autograd's gradients
+    come; None where these are final. expected: how many parts its gradient had in the last pass.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    scattered_over: int
+    scale: float
+    place: int
+    place_over_z: int
+    is_weight: bool
+    hooks: list[RemovableHandle] | None = None
+    expected: int = 0
 
 
 class GradientReducer:
@@ -127,16 +148,13 @@ class GradientReducer:
         self.accumulates_unsharded = self.keeps_unsharded = self.has_kept_unsharded = False
         self._unsharded = UnshardedGradients(precision)
         self._users_hooks = UsersHooks(self._enter)
+        self._watched: dict[nn.Parameter, _Watched] = {}
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
-        self._scattered_over: dict[nn.Parameter, int] = {}
-        self._scales_of_shards: dict[nn.Parameter, float] = {}  # of weights' gradients, which are summed over z
-        self._weights: set[nn.Parameter] = set()
-        self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
-        self._expected: dict[nn.Parameter, int] = {}
         self.at_failure: list[Callable[[], None]] = []
         self.sharded: dict[nn.Parameter, WeightToGather] = {}  # how z shards weights
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
+        self._held: dict[nn.Parameter, Tensor | None] = {}  # what `.grad` held of those that autograd accumulates now
         self.order = order  # over z
         stage = grid.communicator(STAGE)
         how = {"averages": averages, "overlaps": overlap.data}
@@ -158,17 +176,14 @@ class GradientReducer:
         scattered_over: the ranks over which a weight's gradient, which comes by `reduce_scatter_gradient`, is scattered
         first; None for other parameters.
         """
-        self._groups[parameter] = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
-        self._scattered_over[parameter] = scattered_over or 1
-        # What is in `.grad` is an average over z.
-        scale = self.forward_scale(parameter) / self._scattered_over[parameter] if self.averages else 1.0
-        self._scales_of_shards[parameter] = scale
-        self.order.place(parameter)
-        self._reductions.place(parameter)
-        if scattered_over is not None:
-            self._weights.add(parameter)
-        if self._groups[parameter]:  # of weights, too: terms outside of forward give them gradients by autograd
-            self._hooks[parameter] = []
+        groups = (*(self.grid.group(axis) for axis in axes if self.grid.size(axis) > 1), *others)
+        places = self._reductions.place(parameter), self.order.place(parameter)
+        watched = _Watched(groups, scattered_over or 1, 1.0, *places, is_weight=scattered_over is not None)
+        self._watched[parameter], self._groups[parameter] = watched, groups
+        if self.averages:  # what is in `.grad` is an average over z
+            watched.scale = self.forward_scale(parameter) / watched.scattered_over
+        if groups:  # of weights, too: terms outside of forward give them gradients by autograd
+            watched.hooks = []
             self.restore_hooks(parameter)
 
     def name(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -185,9 +200,9 @@ class GradientReducer:
                 "do not"
             )
         self.sink = sink
-        for parameter in self._groups:
-            if parameter not in self._hooks:
-                self._hooks[parameter] = []
+        for parameter, watched in self._watched.items():
+            if watched.hooks is None:
+                watched.hooks = []
                 self.restore_hooks(parameter)
 
     def sum_groups(self, parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
@@ -200,7 +215,7 @@ class GradientReducer:
 
     def is_watched(self, parameter: nn.Parameter) -> bool:
         """True if hooks of this reducer take what autograd accumulates in the parameter."""
-        return parameter in self._hooks
+        return self._watched[parameter].hooks is not None
 
     def forward_scale(self, parameter: nn.Parameter) -> float:
         """The factor of the gradient that reaches a parameter through the model's forward pass, before reductions
@@ -212,37 +227,46 @@ class GradientReducer:
         """
         if not self.averages:
             return 1.0
-        ranks = self._scattered_over[parameter] * math.prod(group.size() for group in self._groups[parameter])
+        watched = self._watched[parameter]
+        ranks = watched.scattered_over * math.prod(group.size() for group in watched.groups)
         return ranks / self.grid.size(LOSS)
 
     def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:
         """Have a user's hooks be called once `.grad` is final (`UsersHooks.defer`). name: for errors."""
-        has_hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if has_hooks and parameter in self._groups:
-            own = self._hooks.get(parameter)
+        before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        if not (before or after) or parameter not in self._watched:
+            return
+        own, is_weight = self._watched[parameter].hooks, self._watched[parameter].is_weight
+        if own is None or len(before or ()) > 1 or len(after or ()) > 1:
             # Else autograd's gradient is final in its pass.
-            is_reduced = own is not None or parameter in self._weights
+            is_reduced = own is not None or is_weight
             self._users_hooks.defer(parameter, name, own, is_reduced=is_reduced, has_sink=self.sink is not None)
 
     def restore_hooks(self, parameter: nn.Parameter) -> None:
         """Register a parameter's hooks again: conversions (`.to`, `.double`) swap tensors and lose hooks."""
         if not parameter.is_floating_point():  # integers have no gradient
             return
-        for hook in self._hooks.get(parameter, ()):
+        watched = self._watched.get(parameter)
+        for hook in (watched.hooks or ()) if watched is not None else ():
             hook.remove()
         # After torch.utils.swap_tensors this tensor lists the hooks, but another one calls them: so assign them.
         parameter._backward_hooks = parameter._backward_hooks
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
-        if parameter not in self._hooks:
+        if watched is None or watched.hooks is None:
             return
         # A weak reference: Python's garbage collector does not see what the second kind of hook refers to, so that a
         # cycle would never be freed.
-        this = ref(self)
+        this, held = ref(self), self._held
+
+        def after(done: nn.Parameter) -> None:
+            if done in held:
+                alive(this)._after_accumulation(done)
+
         is_trainable = parameter.requires_grad
         parameter.requires_grad_(True)  # frozen parameters get hooks too: they may be trained later
-        self._hooks[parameter] = [
-            parameter.register_hook(lambda _: self._before_accumulation(parameter)),
-            parameter.register_post_accumulate_grad_hook(lambda done: alive(this)._after_accumulation(done)),
+        watched.hooks = [
+            parameter.register_hook(partial(self._before_accumulation, parameter)),
+            parameter.register_post_accumulate_grad_hook(after),
         ]
         parameter.requires_grad_(is_trainable)
 
@@ -265,6 +289,7 @@ class GradientReducer:
         if self._passes and self.ring is not None:
             self.ring.drop()
         self._passes.clear()
+        self._held.clear()
         for drop in self.at_failure:
             drop()
 
@@ -274,15 +299,17 @@ class GradientReducer:
         """Take a weight's gradient of whole rows. `start` begins the reduce-scatter over z that leaves this rank's
         shard of it, times a factor; is_sharded: whether z has several ranks."""
         current = self._enter()
-        self.defer_hooks(parameter)
+        if self._watched[parameter].hooks is None:  # else autograd comes to them, with no gradient
+            self.defer_hooks(parameter)
         if is_sharded:
             if self.keeps_unsharded and not self.is_syncing:
                 self._unsharded.keep(parameter, gradient, start)
                 return
-            gradient = self._unsharded.add_to(parameter, gradient)
+            if self.has_kept_unsharded:
+                gradient = self._unsharded.add_to(parameter, gradient)
             self._follow_scatter(parameter)
-            wire = self.precision.wire(gradient)
-            while current.scatters and self.ring is not None and self.ring.is_full(gradient, wire):
+            ring, wire = self.ring, self.precision.wire(gradient)
+            while current.scatters and ring is not None and ring.is_full(gradient, wire):
                 self._settle(current, current.scatters.popleft())
         scale, gradient = self._scale_first(parameter, gradient)
         pending = start(gradient, scale)
@@ -298,7 +325,7 @@ class GradientReducer:
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a gradient of this rank's shard, in place of autograd's accumulation."""
         current = self._enter()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        if self._watched[parameter].hooks is None:
             self.defer_hooks(parameter)
         self._settle_one(current, parameter, gradient)
 
@@ -327,7 +354,8 @@ class GradientReducer:
         """
         current = self._enter()
         for parameter, _ in gradients:
-            self.defer_hooks(parameter)
+            if self._watched[parameter].hooks is None:
+                self.defer_hooks(parameter)
         if self.keeps_unsharded and not self.is_syncing:
             for parameter, gradient in gradients:
                 self._unsharded.keep(parameter, gradient, start_one)
@@ -336,19 +364,19 @@ class GradientReducer:
             self._settle(current, current.scatters.popleft())
         parameters = [parameter for parameter, _ in gradients]
         self._follow_scatter(*parameters)
-        scaled = [
-            self._scale_first(parameter, self._unsharded.add_to(parameter, whole)) for parameter, whole in gradients
-        ]
+        if self.has_kept_unsharded:
+            gradients = [(parameter, self._unsharded.add_to(parameter, whole)) for parameter, whole in gradients]
+        scaled = [self._scale_first(parameter, whole) for parameter, whole in gradients]
         pending = start([gradient for _, gradient in scaled], [scale for scale, _ in scaled])
         self._add_scatter(current, list(zip(parameters, pending, strict=True)))
 
     def _follow_scatter(self, *parameters: nn.Parameter) -> None:
         self.order.begin_backward()
-        self.order.follow(("the gradient of", *map(self.order.place, parameters)))
+        self.order.follow(("the gradient of", *[self._watched[parameter].place_over_z for parameter in parameters]))
 
     def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
         """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
-        scale = self._scales_of_shards[parameter]
+        scale = self._watched[parameter].scale
         is_narrow = scale != 1 and self.precision.wire(gradient) is torch.float16
         return (1.0, gradient * scale) if is_narrow else (scale, gradient)
 
@@ -367,23 +395,27 @@ class GradientReducer:
             at_end_of_backward(lambda: self._finish(task))
         return self._passes[task]
 
-    def _before_accumulation(self, parameter: nn.Parameter) -> None:
-        """Set aside what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
+    def _before_accumulation(self, parameter: nn.Parameter, made: Tensor | None) -> None:
+        """Set aside what `.grad` holds, so that autograd does not add to it before the sum over ranks.
+
+        made: by autograd; None where all of the gradient has come by `reduce_scatter_gradient` or `take`.
+        """
         self.defer_hooks(parameter)
-        self._enter().held[parameter] = parameter.grad
+        self._enter()
+        if made is None:
+            return
+        self._held[parameter] = parameter.grad
         if self.is_syncing or self.sink is not None:
             parameter.grad = None
         else:
             self._note_unsummed(parameter)
 
-    def _after_accumulation(self, parameter: Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        current = self._enter()
-        before = current.held.pop(parameter)
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        current, before = self._enter(), self._held.pop(parameter)
         if not self.is_syncing and self.sink is None:
             return
         made, parameter.grad = parameter.grad, before
-        if made is None:  # nothing has come by autograd, or the parameter was frozen after the forward pass
+        if made is None:  # the parameter was frozen after the forward pass
             return
         assert isinstance(made, DTensor)
         assert isinstance(parameter, DTensor)
@@ -398,11 +430,12 @@ class GradientReducer:
     def _give(self, current: BackwardPass, sink: GradientSink, parameter: nn.Parameter, mine: Tensor) -> None:
         """Give a part of a gradient to the sink, and notify it after the last one of the step."""
         sink.add(parameter, mine)
-        self._given.add(self._reductions.place(parameter))
-        current.counts[parameter] = current.counts.get(parameter, 0) + 1
-        if self.is_syncing and current.counts[parameter] == self._expected.get(parameter):
+        watched = self._watched[parameter]
+        self._given.add(watched.place)
+        count = current.counts[parameter] = current.counts.get(parameter, 0) + 1
+        if self.is_syncing and count == watched.expected:
             self._reductions.begin_backward()
-            self._reductions.follow(("the gradient of", self._reductions.place(parameter)))
+            self._reductions.follow(("the gradient of", watched.place))
             sink.complete(parameter)
 
     def _note_unsummed(self, parameter: nn.Parameter) -> None:
@@ -413,8 +446,9 @@ class GradientReducer:
 
     def _settle(self, current: BackwardPass, scatter: list[StartedScatter]) -> None:
         shards = [pending.wait() for _, pending in scatter]
-        if any(pending.factor != 1 for _, pending in scatter):
-            torch._foreach_mul_(shards, [pending.factor for _, pending in scatter])
+        factors = [pending.factor for _, pending in scatter]
+        if set(factors) != {1}:
+            torch._foreach_mul_(shards, factors)
         for (parameter, _), mine in zip(scatter, shards, strict=True):
             self._settle_one(current, parameter, mine)
 
@@ -424,7 +458,7 @@ class GradientReducer:
         elif not self._groups[parameter]:
             accumulate(parameter, mine)
             count = current.counts[parameter] = current.counts.get(parameter, 0) + 1
-            if self.is_syncing and count >= self._expected.get(parameter, count + 1):
+            if self.is_syncing and count >= (self._watched[parameter].expected or count + 1):
                 self._note_final(parameter)
         elif not self.is_syncing:
             self._note_unsummed(parameter)
@@ -444,7 +478,7 @@ class GradientReducer:
         current = next(iter(self._passes.values()))
         parts = current.arrived.pop(parameter, [])  # popped and put in again: the order is that of the last parts
         current.arrived[parameter] = [*parts, mine]
-        if len(current.arrived[parameter]) == self._expected.get(parameter):
+        if len(current.arrived[parameter]) == self._watched[parameter].expected:
             self._put(current, parameter)
 
     def _put(self, current: BackwardPass, parameter: nn.Parameter) -> None:
@@ -490,12 +524,14 @@ class GradientReducer:
             self.has_synced = True
         if current is outermost:
             self.order.end(compares=True)
-        self._expected |= current.counts
+        for parameter, count in current.counts.items():
+            self._watched[parameter].expected = count
         del self._passes[task]
         self.at_end()
-        for parameter, gradient in current.held.items():  # autograd has made these gradients, and accumulated none
-            parameter.grad = gradient
-        if current.held:
+        if self._held:  # autograd has made these gradients, and accumulated none
+            for parameter, gradient in self._held.items():
+                parameter.grad = gradient
+            self._held.clear()
             raise RuntimeError(REFUSED_GRAD)
         if self.is_syncing and current is outermost and self.listener is not None:
             self.listener.finish()

@@ -62,10 +62,7 @@ class _Passes:
 
     def expects(self, event: Event) -> bool:
         """True if the sequence goes on with this event."""
-        if self.current < 0:
-            return False
-        sequence = self.sequences[self.current]
-        return self.position < len(sequence) and sequence[self.position] == event
+        return self.current >= 0 and self.sequences[self.current][self.position : self.position + 1] == [event]
 
     def learn(self, event: Event) -> None:
         """Find a sequence that begins like the running pass and goes on with this event, or begin one."""

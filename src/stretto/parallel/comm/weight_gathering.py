@@ -81,8 +81,8 @@ class WeightToGather:
             bits = own.view(torch.uint8).transpose(0, self.dim)  # not all backends send fp8
             pending = start_gather_rows(bits, self.rows, self.group or group, levels)
             return replace(pending, result=pending.result.view(own.dtype), fp8_scale=scale)
-        shard = local(current).transpose(0, self.dim)
-        shard = shard if self.dtype is None else shard.to(self.dtype)
+        shard = local(current) if not self.dim else local(current).transpose(0, self.dim)
+        shard = shard if self.dtype in (None, shard.dtype) else shard.to(self.dtype)
         return start_gather_rows(shard, self.rows, self.group or group, levels)
 
     def version(self, current: Tensor) -> Version:
@@ -241,14 +241,11 @@ class WeightPrefetcher(WeightGatherer):
 
     def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """Wait for the prefetched rows, or gather them now; then start to gather the next weight in the order."""
-        if in_backward():
-            self.ranks.begin_backward()
+        order, weight = self._current_order(), self._weights[key]
         self.ranks.follow(self._events[key])
-        weight = self._weights[key]
         if not self.is_on:
             pending = weight.start(parameter, self.group, self.levels)
             return GatheredWeight(pending.wait(), scale=pending.fp8_scale)
-        order = self._current_order()
         self._follow(order, key)
         prefetch = order.started.pop(0) if order.started and order.started[0].key == key else None
         if prefetch is not None and prefetch.version != weight.version(parameter):
@@ -272,9 +269,10 @@ class WeightPrefetcher(WeightGatherer):
             self.scales.end_step()
 
     def _current_order(self) -> _GatherOrder:
-        if not in_backward():
-            return self._forward
         task = torch._C._current_graph_task_id()
+        if task == -1:
+            return self._forward
+        self.ranks.begin_backward()
         if task != self._graph_task:  # a new backward pass; the one before may have ended in an exception
             self._graph_task = task
             self._backward.restart()
@@ -293,8 +291,11 @@ class WeightPrefetcher(WeightGatherer):
         order.position += 1
 
     def _start_next(self, order: _GatherOrder) -> None:
-        while len(order.started) < PREFETCH_DEPTH and order.position + len(order.started) < len(order.keys):
-            key = order.keys[order.position + len(order.started)]
+        while len(order.started) < PREFETCH_DEPTH:
+            place = order.position + len(order.started)
+            if place >= len(order.keys):
+                return
+            key = order.keys[place]
             weight = self._weights[key]
             version = weight.version(weight.parameter)
             order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group, self.levels)))

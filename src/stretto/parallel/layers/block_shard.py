@@ -33,11 +33,11 @@ from stretto.execution import MIN_COPIED_BYTES
 from stretto.parallel.comm.autograd import (
     apply,
     at_end_of_backward,
+    directly_called,
     in_backward,
     is_asked_for,
     may_be_compiled,
     once_differentiable,
-    scale_gradient,
     with_gradient_of_its_own,
 )
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
@@ -46,7 +46,8 @@ from stretto.parallel.comm.recorded_code import SavedView
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
-from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, version_of
+from stretto.parallel.layers.local_tensors import local_tensor
+from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of, version_of
 from stretto.parallel.precision import Precision
 
 
@@ -87,9 +88,9 @@ class _BlockMessage:
         """The states of this rank's shards."""
         return tuple(map(version_of, current))
 
-    def start(self, current: tuple[nn.Parameter, ...], group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
+    def start(self, current: tuple[TensorOnGrid, ...], group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the message: [z x size]."""
-        shards = [local(parameter).detach().flatten() for parameter in current]
+        shards = [shard_of(parameter).flatten() for parameter in current]
         message = shards[0].new_empty(self.size, dtype=self.dtype or shards[0].dtype)
         places = [
             place if shard.shape == place.shape else place[: shard.numel()]
@@ -104,7 +105,10 @@ class _BlockMessage:
         whole = [message.new_empty(ranks * slot.padded_rows, *slot.shape[1:]) for slot in self.slots]
         out = [tensor.view(ranks, -1) for tensor in whole]
         torch.split_with_sizes_copy(message.view(ranks, -1), self.sizes, dim=1, out=out)  # one kernel
-        return [tensor[: slot.shape[0]] for tensor, slot in zip(whole, self.slots, strict=True)]
+        return [
+            tensor if tensor.shape == slot.shape else tensor[: slot.shape[0]]
+            for tensor, slot in zip(whole, self.slots, strict=True)
+        ]
 
     def start_scatter(
         self,
@@ -315,10 +319,10 @@ class BlockShard:
         sharded = self.parameters[: self._sharded]
         wholes = list(apply(_GatherBlock, self, *sharded)) if sharded else []
         for parameter in self.parameters[self._sharded :]:
-            mine = local(parameter)
+            mine = local_tensor(parameter, self.gradients)
             if parameter.shape[:1] == (1,):
                 mine = with_gradient_of_its_own(mine)
-            wholes.append(self.precision.cast(scale_gradient(mine, self.gradients.forward_scale(parameter))))
+            wholes.append(self.precision.cast(mine))
         for index in self.parametrized:
             if wholes[index].requires_grad:
                 wholes[index] = torch.ops.aten._unsafe_view(wholes[index], wholes[index].shape)
@@ -486,7 +490,7 @@ class BlockShard:
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """Begin a forward: `running`, entered, and what it gives, and the inputs, cast."""
         if self.precision.compute is not None:
-            args, kwargs = _map_leaves(self._cast, (args, kwargs))
+            args, kwargs = _map_leaves(self._cast, args), _map_leaves(self._cast, kwargs)
         running = self.running()
         return running, running.__enter__(), args, kwargs
 
@@ -524,8 +528,18 @@ class BlockShard:
         return self.precision.cast(value) if is_number else value
 
 
+_LEAVES = frozenset({Tensor, type(None), bool, int, float, str})
+
+
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply a function to what lists, dicts, (named) tuples and dataclasses hold."""
+    kind = type(value)
+    if kind in _LEAVES:  # `tree_map` takes dozens of calls for these
+        return function(value)
+    if kind is tuple or kind is list:
+        return kind([_map_leaves(function, each) for each in value])
+    if kind is dict:
+        return {key: _map_leaves(function, each) for key, each in value.items()}
 
     def apply(leaf: Any) -> Any:
         if isinstance(leaf, PackedSequence):
@@ -557,6 +571,7 @@ class _KeptRows(NamedTuple):
     version: Version
 
 
+@directly_called
 class _GatherBlock(torch.autograd.Function):
     """Shards to whole parameters; whole gradients to the shards' `.grad`, bypassing autograd."""
 

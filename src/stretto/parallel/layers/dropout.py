@@ -53,13 +53,14 @@ class ParallelDropout(ShardedModule):
         self.grid = grid
         self.axis = axis
         self.name = name
+        self._is_split = grid.size("x") * grid.size("y") > 1
         self.rows: int | None = None  # how many of the global batch this rank has; None: those of the input
         self.first = 0  # which of them is the input's first
         # Finds the places of a part's tokens in the whole sequence, by their number; None: sequences are whole.
         self.place_tokens: Callable[[int], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.grid.size("x") * self.grid.size("y") > 1:
+        if self._is_split:
             check_features(x, self.axis, self.name)
         if not self.training or self.p == 0.0:
             return x

@@ -7,7 +7,7 @@ the first batch) would write to a copy: the parameter is a shard, and the tensor
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,12 @@ class ParameterPlace(NamedTuple):
 @contextmanager
 def hold(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put `tensors` in `places`, and what was there back at the end."""
-    kept = [place.owner._parameters[place.key] for place in places]
+    kept = [owner._parameters[key] for owner, key, _ in places]
     try:
-        for place in places:
-            _put(place, tensors[place.number])
+        _put(places, [tensors[number] for _, _, number in places])
         yield
     finally:
-        for place, parameter in zip(places, kept, strict=True):
-            _put(place, parameter)
+        _put(places, kept)
 
 
 def check_places(name: str, places: Sequence[ParameterPlace], parameters: Sequence[Tensor]) -> None:
@@ -63,7 +61,7 @@ def hold_and_check(
     Raises ValueError if a parameter was replaced, or a copy was written to.
     """
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if sums and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         sums = False
     watched = [number for number in copies if tensors[number].numel()] if sums else []
     before = _sums(tensors, watched)
@@ -76,7 +74,7 @@ def hold_and_check(
                 # itself (no write), and at its end makes a buffer of a tensor that is no parameter.
                 for place in places:
                     if place.owner._buffers.get(place.key) is tensors[place.number]:
-                        _put(place, tensors[place.number])
+                        _put([place], [tensors[place.number]])
                         versions[place.number] = None
             replaced = [
                 place for place in places if place.owner._parameters.get(place.key) is not tensors[place.number]
@@ -112,12 +110,14 @@ def _describe_write(name: str, place: ParameterPlace) -> str:
     )
 
 
-def _put(place: ParameterPlace, tensor: Tensor | None) -> None:
-    place.owner._buffers.pop(place.key, None)
-    place.owner._parameters[place.key] = tensor  # type: ignore[assignment]
-    names = vars(place.owner).get("_flat_weights_names")
-    if names is not None:  # recurrent modules read their parameters from a list
-        place.owner._flat_weights = [place.owner._parameters.get(name) for name in names]  # type: ignore[assignment]
+def _put(places: Sequence[ParameterPlace], tensors: Sequence[Tensor | None]) -> None:
+    for (owner, key, _), tensor in zip(places, tensors, strict=True):
+        if key in owner._buffers:
+            del owner._buffers[key]
+        owner._parameters[key] = tensor  # type: ignore[assignment]
+        if "_flat_weights_names" in owner.__dict__:  # recurrent modules read their parameters from a list
+            names: Any = owner._flat_weights_names
+            owner._flat_weights = [owner._parameters.get(name) for name in names]  # type: ignore[assignment]
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.parallel.comm.autograd import (
     apply,
+    directly_called,
     is_asked_for,
     not_compiled,
     once_differentiable,
@@ -151,10 +152,14 @@ class LinearPlan:
         return ReplicatedTokens(self.output_reduce_group)
 
     @cached_property
+    def splits_features(self) -> bool:
+        """True if ranks have parts of the input's or the output's features."""
+        return self.output_reduce_group.size() * self.input_grad_reduce_group.size() > 1
+
+    @cached_property
     def sends_nothing(self) -> bool:
         """True if this rank makes the output, and the input's gradient, from what it has."""
-        groups = (self.output_reduce_group, self.input_grad_reduce_group)
-        return self.tokens is None and all(group.size() == 1 for group in groups)
+        return self.tokens is None and not self.splits_features
 
     def make_output(
         self,
@@ -404,6 +409,7 @@ class LinearPlan:
         self.shard.start_reduction(parameter, product)
 
 
+@directly_called
 class _SaveFirst(torch.autograd.Function):
     """Saves tensors for the backward pass of a `_Linear3D` before it computes its product.
 
@@ -425,6 +431,7 @@ class _SaveFirst(torch.autograd.Function):
         return None, None, None
 
 
+@directly_called
 class _Linear3D(torch.autograd.Function):
     """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd.
 
@@ -506,7 +513,7 @@ class ParallelLinear(ShardedModule):
         in_fp8 = self.plan.shard.scaling is not None
         is_local = self.is_local and x.ndim > 1 and (not in_fp8 or torch.compiler.is_compiling())
         found = self.local_tensors() if is_local else None
-        if found is not None:
+        if found is not None and len(found) == 2:  # else the weight is cast first
             weight, bias = found
             assert weight is not None
             if torch.is_autocast_enabled(x.device.type):
@@ -524,16 +531,14 @@ class ParallelLinear(ShardedModule):
 
     def can_be_local(self, grid: Grid) -> bool:
         plan = self.plan
-        is_alone = (
-            plan.tokens is None
-            and not (plan.matmuls.is_on or plan.is_invariant)
-            and grid.size("x") == grid.size("y") == 1
-        )
-        return is_alone and plan.shard.takes_own_gradient(self.weight)
+        has_all = plan.tokens is None and plan.shard.group.size() == grid.size("x") == grid.size("y") == 1
+        return has_all and not (plan.matmuls.is_on or plan.is_invariant)
 
     def gradients_of_shards(self) -> Mapping[str, TakeGradient | None]:
-        weight = {"weight": self.plan.shard.taking(self.weight)} if self.is_local else {}
-        return weight if self.bias is None and not weight else {**weight, "bias": None}
+        shard = self.plan.shard
+        if self.is_local and shard.takes_own_gradient(self.weight):  # now: an optimizer may have converted it
+            return {"weight": shard.taking(self.weight), "bias": None}
+        return {} if self.bias is None else {"bias": None}
 
     @not_compiled
     def forward_on_grid(self, x: Tensor) -> Tensor:
@@ -547,8 +552,8 @@ class ParallelLinear(ShardedModule):
         self.check_input(x)
         cast = self.plan.shard.precision.cast
         bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
-        y = self._multiply(cast(x), bias)
-        return y if self.plan.output_axis is None else note_features(y, self.plan.output_axis)
+        y, axis = self._multiply(cast(x), bias), self.plan.output_axis
+        return y if axis is None or not self.plan.splits_features else note_features(y, axis)
 
     def forward_in_graph(self, x: Tensor) -> Tensor:
         """The same, as one operator of a compiled graph."""
@@ -622,13 +627,15 @@ class ParallelLinear(ShardedModule):
 
     def _save_first(self, x: Tensor) -> Tensor | None:
         """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""
+        if not is_recomputed():
+            return None
         is_recorded = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
-        return apply(_SaveFirst, x, self.weight, self.plan) if is_recorded and is_recomputed() else None
+        return apply(_SaveFirst, x, self.weight, self.plan) if is_recorded else None
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
         plan = self.plan
-        if plan.input_axis and plan.input_grad_reduce_group.size() * plan.output_reduce_group.size() > 1:
+        if plan.input_axis and plan.splits_features:
             check_features(x, plan.input_axis, plan.name)
         self.check_autocast(x)
 

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from stretto.parallel.comm.autograd import is_asked_for
+from stretto.parallel.comm.autograd import apply, directly_called, is_asked_for
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.layout import place_like
+from stretto.parallel.layout import TensorOnGrid, place_like, shard_of
 
 _AT_ONCE = 2**64 - 1
 TakeGradient = Callable[[nn.Parameter, Tensor], None]
@@ -62,7 +61,7 @@ class LocalTensors:
             return
         with torch.inference_mode(False), torch.enable_grad():
             self.tensors = tuple(
-                _LocalTensor.apply(found[key], gradients, take) if key in found else None for key, take in takes.items()
+                local_tensor(found[key], gradients, take) if key in found else None for key, take in takes.items()
             )
         for tensor in self.tensors:
             if tensor is not None and tensor.grad_fn is not None:
@@ -71,6 +70,13 @@ class LocalTensors:
                 tensor.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
 
 
+def local_tensor(parameter: nn.Parameter, gradients: GradientReducer, take: TakeGradient | None = None) -> Tensor:
+    """A parameter's shard as a plain tensor, with what takes its gradient; None: as if autograd had accumulated it."""
+    found: Tensor = apply(_LocalTensor, parameter, gradients, take)
+    return found
+
+
+@directly_called
 class _LocalTensor(torch.autograd.Function):
     """A parameter's shard. Its gradient goes to the reducer, as if autograd had accumulated it in the parameter."""
 
@@ -83,9 +89,9 @@ class _LocalTensor(torch.autograd.Function):
             take = gradients.take if gradients.is_summed(parameter) else gradients.take_final
             ctx.scale = gradients.forward_scale(parameter)
         ctx.take = take
-        assert isinstance(parameter, DTensor)
+        assert isinstance(parameter, TensorOnGrid)
         # No view, whose node autograd replaces once the parameter has been written.
-        return parameter.to_local().detach()
+        return shard_of(parameter).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None, None]:
@@ -108,7 +114,3 @@ class _LocalTensor(torch.autograd.Function):
         if is_asked:
             ctx.take(parameter, gradient)
         return None, None, None
-
-
-# The engine calls this. torch's own would look for `backward` in two more calls.
-_LocalTensor._backward_cls.apply = _LocalTensor.backward

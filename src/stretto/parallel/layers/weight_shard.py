@@ -3,7 +3,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from typing import cast as cast_to
 
@@ -50,13 +50,18 @@ class WeightShard:
     dim: int = 0
     scaling: "WeightScaling | None" = None
 
+    @cached_property
+    def is_sharded(self) -> bool:
+        """True if ranks of z have parts of the block."""
+        return self.group.size() > 1
+
     def gather(self, parameter: Tensor, *, is_recorded: bool = True) -> GatheredWeight:
         """The whole rows of a DTensor parameter. is_recorded: this pass is a backward pass, or will have one.
 
         Other passes cast the parameter itself: averaged weights are often put in for an evaluation, and taken out
         again, through `.data`, and no version would say that the optimizer's low-precision copy is stale then.
         """
-        if self.group.size() > 1:
+        if self.is_sharded:
             found = self.gatherer.gather(self, parameter)
             return found if not self.dim else found._replace(rows=found.rows.transpose(0, self.dim).contiguous())
 
@@ -96,7 +101,7 @@ class WeightShard:
     def start_reduction(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Start to reduce the gradient of the whole rows; it is in `parameter.grad` when `backward()` returns."""
         start = partial(self._start_scatter, parameter)
-        self.gradients.reduce_scatter_gradient(parameter, gradient, start, is_sharded=self.group.size() > 1)
+        self.gradients.reduce_scatter_gradient(parameter, gradient, start, is_sharded=self.is_sharded)
 
     def _start_scatter(self, parameter: nn.Parameter, gradient: Tensor, factor: float) -> Pending:
         if isinstance(parameter, TensorOnGrid) and parameter.pruned is not None:
@@ -141,4 +146,4 @@ class WeightShard:
 
     def is_sent(self, parameter: nn.Parameter) -> bool:
         """True if other ranks have parts of the gradient."""
-        return self.group.size() > 1 or self.gradients.is_summed(parameter)
+        return self.is_sharded or self.gradients.is_summed(parameter)
