@@ -69,6 +69,22 @@ class Command(TyperCommand):
         write_help(self, ctx, formatter)
 
 
+def refuse_options(context: typer.Context, what: str, *names: str) -> None:
+    """Raise ValueError for parameters with these Python names on the command line: they mean nothing to `what`."""
+    given = [
+        _shown_name(parameter).strip("'")
+        for parameter in context.command.params
+        if parameter.name in names and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
+    ]
+    if given:
+        raise ValueError(f"{', '.join(given)} is no option of {what}; leave it out")
+
+
+def allow_only(context: typer.Context, what: str, *names: str) -> None:
+    """Raise ValueError for parameters on the command line without these Python names, and not --json."""
+    refuse_options(context, what, *context.params.keys() - {*names, "as_json"})
+
+
 def _shown_name(parameter: Any) -> str:
     return repr(parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name)
 
