@@ -156,7 +156,11 @@ ANSWERS = (
     Answer("pipeline show zb-v --pipe 4", REFUSED, "zb-v takes --pipe and --micro-batches"),
     Answer("pipeline show dualpipe-v --pipe 4 --micro-batches 7", REFUSED, "8 would do, or pipe 3"),
     Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --out x.pdf", REFUSED, "a picture is a .png or .svg file"),
-    Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --limit 8", REFUSED, "is no option of 1f1b, but of message-driven"),
+    Answer(
+        "pipeline show 1f1b --pipe 4 --micro-batches 8 --limit 8",
+        REFUSED,
+        "of 1f1b, but of message-driven",
+    ),
     Answer("pipeline verify pipline.csv", REFUSED, "did you mean pipeline.csv"),
     Answer("pipeline verify pipeline.csv --pipe 3", REFUSED, "has 2 ranks, but --pipe is 3"),
     Answer("pipeline verify pipeline.csv", DONE, "verified"),

@@ -8,7 +8,6 @@ depend (measured times, whether GPUs can access each other's memory) is exchange
 
 import logging
 import math
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +44,7 @@ from stretto.ops.prediction import (
     Speeds,
     find_speeds,
 )
+from stretto.quantities import read_switch
 from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
@@ -420,7 +420,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
     speeds = find_speeds(device) if device.type == "cuda" else None
-    is_forced, domain = os.environ.get(COPIES_VARIABLE) == "1", find_numa_domain(device)
+    is_forced, domain = read_switch(COPIES_VARIABLE), find_numa_domain(device)
     sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
     everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
     numbers = {name: number for number, name in enumerate(dict.fromkeys(node for node, *_ in everyone))}
