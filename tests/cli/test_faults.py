@@ -123,7 +123,7 @@ def test_ctrl_c_is_not_lost_in_an_import_that_drops_exceptions(tmp_path):
         "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
     )
     program = (
-        "import sys, types; import stretto.__main__ as command; sys.modules['stretto.cli'] = cli = types.ModuleType('');"
+        "import sys, types, stretto.__main__ as command; sys.modules['stretto.cli'] = cli = types.ModuleType('');"
         "cli.main = lambda: print('went on', __import__('dropping')); command.main()"
     )
     variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}

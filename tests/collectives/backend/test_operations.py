@@ -135,7 +135,6 @@ def refused_on_gloo():
             call()
     row, turned = torch.ones(2), torch.ones(3, 2).t()
     given = [turned] * 2 if dist.get_rank() == 0 else None
-    lazy = torch.ones(2, dtype=torch.complex64).conj()
     for call, words in (
         (lambda: dist.all_to_all_single(wide[:2, 0], row, group=group), r"shape \(2,\) .*pass a contiguous output"),
         (lambda: dist.all_to_all_single(row, row, group=group), "pass an output of its own"),
@@ -148,8 +147,6 @@ def refused_on_gloo():
         (lambda: dist.reduce_scatter(wide[:2, :3], [turned] * 2, group=group), "pass a contiguous output"),
         (lambda: dist.reduce_scatter(torch.ones(2, 3), [turned] * 2, group=group), r"pass tensor\.contiguous\(\)"),
         (lambda: dist.reduce_scatter_tensor(row[0], row, group=group), r"pass tensor\.view\(1\)"),
-        (lambda: dist.all_gather([row, row], lazy.imag, group=group), "a lazy negative view"),
-        (lambda: group.allreduce([lazy]), "a lazy conjugate view"),
         (lambda: group.send([row], 2, 0), "send to rank 2 of a group that has ranks 0 to 1"),
         (lambda: group.recv([row], -1, 0), "receive from rank -1 of a group"),
     ):

@@ -182,7 +182,6 @@ class Dispatcher:
         failures.check()
         if self._debug_check is not None:
             self._debug_check.require_same(call)
-        _refuse_lazy(call)
         obstacle = find_obstacle(call, self.member.size)
         with _on_gpu_of(call):
             return self._start(call, obstacle)
@@ -339,16 +338,6 @@ _IGNORE_STRIDES = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "s
 
 _BY_ROWS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
 """The operations in which gloo reads a tensor's first dimension without asking whether there is one."""
-
-
-def _refuse_lazy(call: BackendCall) -> None:
-    """Raise ValueError for views that are conjugate or negative by a flag alone: whatever runs a call sends memory."""
-    for tensor in (*call.inputs, *call.outputs):
-        if tensor.is_conj() or tensor.is_neg():
-            raise ValueError(
-                f"{call.operation} of a tensor that is a lazy {'conjugate' if tensor.is_conj() else 'negative'} view: "
-                "its memory has other numbers; pass tensor.resolve_conj().resolve_neg()"
-            )
 
 
 def _refuse_for_gloo(call: BackendCall, reason: str) -> None:
