@@ -71,11 +71,9 @@ class Command(TyperCommand):
 
 def refuse_options(context: typer.Context, what: str, *names: str) -> None:
     """Raise ValueError for parameters with these Python names on the command line: they mean nothing to `what`."""
-    given = [
-        _shown_name(parameter).strip("'")
-        for parameter in context.command.params
-        if parameter.name in names and context.get_parameter_source(parameter.name).name == "COMMANDLINE"
-    ]
+    sources = {name: context.get_parameter_source(name) for name in names}
+    on_line = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    given = [_shown_name(each).strip("'") for each in context.command.params if each.name in on_line]
     if given:
         raise ValueError(f"{', '.join(given)} is no option of {what}; leave it out")
 
