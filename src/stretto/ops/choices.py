@@ -8,7 +8,6 @@ depend (measured times, whether GPUs can access each other's memory) is exchange
 
 import logging
 import math
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from stretto.ops.gemm import takes_tma
 from stretto.ops.joint.registry import CANDIDATES, find_schedule, is_runnable, list_rings, name_between_nodes
 from stretto.ops.operator import FP8, find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import Speeds, find_speeds
+from stretto.quantities import read_switch
 from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
@@ -385,7 +385,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> GroupChoices:
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
     speeds = find_speeds(device) if device.type == "cuda" else None
-    is_forced, domain = os.environ.get(COPIES_VARIABLE) == "1", find_numa_domain(device)
+    is_forced, domain = read_switch(COPIES_VARIABLE), find_numa_domain(device)
     sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
     everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
     numbers = {name: number for number, name in enumerate(dict.fromkeys(node for node, *_ in everyone))}
