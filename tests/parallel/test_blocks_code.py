@@ -304,20 +304,25 @@ def test_ranks_that_use_different_layers_raise(ranks, width):
 
 
 def test_a_module_that_nothing_initializes_is_named(ranks):
-    for message in ranks(2).run(build_on_meta):
-        assert "the model (Bare) is on the meta device and has no reset_parameters" in message
-        assert "(scale)" in message
+    for messages in ranks(2).run(build_on_meta):
+        for message, held in zip(messages, ("(scale)", "(places)"), strict=True):
+            assert "the model (Bare) is on the meta device and has no reset_parameters" in message
+            assert held in message
 
 
 class Bare(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("places", torch.arange(WIDTH))
 
 
-def build_on_meta() -> str:
+def build_on_meta() -> list[str]:
     with torch.device("meta"):
         model = Bare()
-    with pytest.raises(ValueError) as error:
-        parallelize(model, Grid(z=2))
-    return str(error.value)
+    messages = []
+    for seed in (0, None):  # None: parameters are loaded afterwards, and only buffers need a value
+        with pytest.raises(ValueError) as error:
+            parallelize(model, Grid(z=2), seed=seed)
+        messages.append(str(error.value))
+    return messages
