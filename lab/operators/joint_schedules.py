@@ -6,10 +6,10 @@ and each algorithm simulated, on the links of a cluster file and with the speed 
 `--variants` adds TileLink's ablations (section 5) and Flux's figure 8: the direct algorithm by the other resource
 (copy engines pushing or pulling, 20 programs), or with tiles in the order of rows on all ranks in place of the order
 in which chunks arrive or are needed, which on a direct algorithm is Flux's shift; a ring by 20 programs (TileLink,
-figure 4); and the operator's own exchanges: copy engines, the same with tiles in the order of rows, programs that push
-or pull. The last lines say the simulation's median error, how often what it picks is the fastest or within 2% of it
-(of 2 ranks all algorithms move the same rows), and at how many shapes the fastest is within 2% of the default. 3
-operators at 4 sizes take 90 s on 4 GPUs.
+figure 4); and the operator's own exchanges: copy engines, the same with tiles in the order of rows, programs. The last
+lines say the simulation's median error, how often what it picks is the fastest or within 2% of it (of 2 ranks all
+algorithms move the same rows), and at how many shapes the fastest is within 2% of the default. 3 operators at 4 sizes
+take 90 s on 4 GPUs.
 """
 
 import statistics
@@ -51,7 +51,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "own": ("", {}),
     "own_plain": ("", {"is_shifted": False}),
     "own_programs": ("", {"transfer": "programs"}),
-    "own_pulled": ("", {"transfer": "programs", "direction": "pull"}),
 }
 """Other configurations by `--variants`, of an algorithm or ("") of the operator's own exchange."""
 CLOSE = 1.02
@@ -98,7 +97,6 @@ class Row:
     own: float | None = column("own, copy engines (ms)", "{:.4f}")
     own_plain: float | None = column("own, copy engines, tiles by rows (ms)", "{:.4f}")
     own_programs: float | None = column("own, programs (ms)", "{:.4f}")
-    own_pulled: float | None = column("own, programs that pull (ms)", "{:.4f}")
     direct_simulated: float | None = column("simulated: direct", "{:.4f}")
     ring_simulated: float | None = column("ring", "{:.4f}")
     recursive_simulated: float | None = column("recursive", "{:.4f}")

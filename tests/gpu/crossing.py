@@ -123,7 +123,6 @@ _KINDS: dict[str, Callable[[float, Team], StressCase]] = {
     "two-shots": _operator(OperatorVariant("matmul_all_reduce", 4, 4096, 256, _PACKETS._replace(shots=2))),
     "scattered packets": _operator(OperatorVariant("matmul_reduce_scatter", 2, 4096, 256, _PACKETS)),
     "pushed rows": _operator(OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES)),
-    "pulled rows": _operator(OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES._replace(direction="pull"))),
     "rows by copies": _operator(
         OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES._replace(transfer="copies"))
     ),

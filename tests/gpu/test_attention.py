@@ -205,7 +205,6 @@ def confirm(world: int, folder: Path) -> tuple[list[float], list[dict[str, float
     """Errors of calls that choose by measured times, and the times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(dist.get_rank())))
-        patch.setenv("STRETTO_CONFIRM", "1")
         patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
         choices.restore_choices({})
         pairs = list_pairs(list_cases(world)[1], "auto", torch.bfloat16, "cuda")

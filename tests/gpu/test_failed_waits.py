@@ -57,10 +57,6 @@ OPERATORS: dict[str, tuple[str, ops.KernelConfig]] = {
         "all_gather_matmul",
         ops.KernelConfig(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096),
     ),
-    "pulled rows": (
-        "all_gather_matmul",
-        ops.KernelConfig(blocks=TILES, transfer="programs", direction="pull", movers=8, piece_bytes=4096),
-    ),
     "copied rows": ("all_gather_matmul", ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)),
     "copied tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)),
 }

@@ -37,7 +37,6 @@ PLANS: dict[str, list[str | ops.KernelConfig]] = {
         "kernel",
         ops.KernelConfig(transfer="programs", movers=132),
         ops.KernelConfig(transfer="programs", movers=8, blocks=BLOCKS),
-        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
         ops.KernelConfig(transfer="programs", blocks=ODD),
         ops.KernelConfig(transfer="copies", piece_bytes=1 << 16),
         ops.KernelConfig(transfer="copies", blocks=BLOCKS),
@@ -66,7 +65,6 @@ PLANS: dict[str, list[str | ops.KernelConfig]] = {
 MOVES: dict[str, list[ops.KernelConfig]] = {
     "gather": [
         ops.KernelConfig(transfer="programs", movers=132),
-        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
         ops.KernelConfig(transfer="copies", piece_bytes=1 << 16),
     ],
     "scatter": [ops.KernelConfig(transfer="programs"), ops.KernelConfig(transfer="copies", piece_bytes=1 << 18)],
@@ -133,7 +131,6 @@ def confirm_first_calls(folder: Path) -> tuple[dict[str, dict[str, float]], dict
     device, group = Grid(data=world, device="cuda").device, dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
-        patch.setenv("STRETTO_CONFIRM", "1")
         patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
         choices.restore_choices({})
         x = torch.randn(1024 // world, 2048, device=device, dtype=torch.bfloat16)
@@ -211,7 +208,6 @@ def time_first_calls_anywhere(folder: Path) -> dict[str, tuple[float, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRETTO_CACHE", str(folder / str(rank)))
-        patch.setenv("STRETTO_CONFIRM", "1")
         patch.setattr(confirmation, "_budget", confirmation._Budget())  # of which earlier tests took
         patch.setattr(confirmation, "time_calls", count)
         choices.restore_choices({})

@@ -25,7 +25,6 @@ PLANS: dict[str, list[str | ops.KernelConfig]] = {
         "auto",
         "library",
         ops.KernelConfig(transfer="programs", movers=132),
-        ops.KernelConfig(transfer="programs", direction="pull", movers=16),
         ops.KernelConfig(transfer="programs", blocks=ODD),
         ops.KernelConfig(transfer="copies", piece_bytes=1 << 16, blocks=BLOCKS),
         ops.KernelConfig(transfer="copies", blocks=WIDE),

@@ -34,7 +34,6 @@ BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
 PLANS = {
     "copies": ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512),
     "pushes": ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
-    "pulls": ops.KernelConfig(blocks=BLOCKS, transfer="programs", direction="pull", movers=2, piece_bytes=512),
     "unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
     "tiles": ops.KernelConfig(blocks=BLOCKS, transfer="programs"),
     "tiles, unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="programs", is_shifted=False),

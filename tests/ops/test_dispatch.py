@@ -63,7 +63,7 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
 def test_gathered_rows_are_returned_by_copies_alone_whatever_was_asked_for():
     call = call_of("all_gather_matmul", 512)._replace(returns_gathered=True)
     assert call.name.startswith("all_gather_matmul_gathered m=512 ")
-    asked = KernelConfig(transfer="programs", direction="pull").encode()
+    asked = KernelConfig(transfer="programs").encode()
     chosen, _ = choices._choose(SimpleNamespace(obstacle=None, times={}), call, HOPPER, asked)
     tried = list(vary_blocks(call, HOPPER))
     for plan in (chosen, *tried, *vary_transfers(call, HOPPER, tried[0])):
@@ -116,9 +116,10 @@ def test_an_invalid_plan_raises(text, words):
         decode(text)
 
 
-def test_copy_engines_do_not_pull():
-    with pytest.raises(ValueError, match='copy engines push: "pull" goes with transfer="programs"'):
-        require_config(KernelConfig(direction="pull"))
+@pytest.mark.parametrize("others", [{}, {"transfer": "programs", "schedule": "ring"}])
+def test_only_copy_engines_pull_and_by_a_schedule(others):
+    with pytest.raises(ValueError, match='"pull" goes with schedule= and "copies"'):
+        require_config(KernelConfig(direction="pull", **others))
 
 
 def tune_and_choose(folder):

@@ -161,7 +161,7 @@ def align_apart(plan):
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("plan", ["auto", "copies", "pushes", "pulls", "tiles", "packets"])
+@pytest.mark.parametrize("plan", ["auto", "copies", "pushes", "tiles", "packets"])
 def test_ranks_operands_may_be_aligned_differently(interpret, plan):
     interpret(2, align_apart, plan)
 

@@ -100,24 +100,22 @@ def gather_arguments(
     transposed=False,
     dtype=torch.bfloat16,
     transfer="copies",
-    direction="push",
     shares=DATA_PARALLEL,
     out_dtype=None,
 ):
     gathered, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype, out_dtype)
-    plan = KernelConfig(blocks=blocks, transfer=transfer, direction=direction)
+    plan = KernelConfig(blocks=blocks, transfer=transfer)
     producer, consumer = map_rows(rows, WORLD, plan, k * dtype.itemsize)
     odd = not has_power_of_two_columns(blocks)
     out = torch.empty(WORLD * rows, n, dtype=out_dtype)
     gemm, a, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     x = torch.empty(rows, k, dtype=dtype)
     by_programs = transfer == "programs"
-    mode = "local" if direction == "pull" else "broadcast"
-    channel = begun_in_kernel(mode) if by_programs else make_channel(mode)
+    channel = (begun_in_kernel if by_programs else make_channel)("broadcast")
     direct = tl.constexpr(rows % blocks.m == 0 and not odd)
     own = describe_rows(x, gemm)
     shard = GatherShard(rows, None if scales is None else torch.empty(rows), direct, tl.constexpr(True))
-    moves = RowMoves(x, gathered, rows, 1 << 18, 16, tl.constexpr(direction == "push"))
+    moves = RowMoves(x, gathered, rows, 1 << 18, 16)
     return (channel, producer, consumer, gemm, shares, shard, *([moves] if by_programs else []), own, a, b, bias, c)
 
 
@@ -413,9 +411,8 @@ def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(
     assert not any(re.search(r"sys\.relaxed|relaxed\.sys", line) for line in lines)
 
 
-@pytest.mark.parametrize("direction", ["push", "pull"])
-def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier(direction):
-    lines = to_ptx("gather", transfer="programs", direction=direction)
+def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier():
+    lines = to_ptx("gather", transfer="programs")
     assert addresses(lines, r"ld\.global\.v4\.b32")
     assert addresses(lines, r"st\.global\.v4\.b32")
     releases = [number for number, line in enumerate(lines) if re.search(RELEASE, line)]
@@ -423,9 +420,6 @@ def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier(direction):
     for release in releases:
         before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
         assert before[-1].startswith("bar.sync"), before[-3:]
-    if direction == "pull":
-        wide = addresses(lines, r"ld\.global\.v4\.b32")
-        assert any(depends_on(lines, register, ZERO) for _, register in wide)  # what others have offered
 
 
 @pytest.mark.parametrize("form", ["one-shot", "two-shot", "scatter"])

@@ -50,7 +50,7 @@ def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
 @pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "plan", ["copies", "pushes", "pulls", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
+    "plan", ["copies", "pushes", "unshifted", "odd tiles", "odd tiles, pushes", "odd tiles, copies"]
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gathered_rows_are_multiplied_as_they_come(interpret, case, plan):

@@ -38,7 +38,7 @@ def call_in_many_shapes(calls, seed):
         rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
         gathers, scatters, reduces = (
             names[int(torch.randint(len(names), (1,), generator=generator))]
-            for names in (("copies", "pushes", "pulls"), ("tiles", "packets"), ("one shot", "two shots"))
+            for names in (("copies", "pushes"), ("tiles", "packets"), ("one shot", "two shots"))
         )
         group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
         if call % 2 and group is None:

@@ -14,7 +14,7 @@ from stretto import ops
 from stretto.ops import choices
 from stretto.ops.scaled import align_scales, all_gather_scaled_matmul_gathered
 
-GATHERS = ["copies", "pushes", "pulls", "unshifted", "wide, pushes", "auto", "library"]
+GATHERS = ["copies", "pushes", "unshifted", "wide, pushes", "auto", "library"]
 
 SCATTERS = ["tiles", "copies", "packets", "wide", "auto", "library"]
 

@@ -19,7 +19,8 @@ from tests.parallel.training import Sizes
 
 
 def write(parameter: Tensor) -> None:
-    """As an optimizer does, in one pass: the parameter, and its copy."""
+    """As an optimizer does, in one pass: the parameter, and its copy, for which a forward pass has asked."""
+    cast(parameter, torch.bfloat16)
     with torch.no_grad():
         parameter.mul_(0.9)
         parameter.low_precision_weight.open(parameter).copy_(local(parameter))
@@ -52,6 +53,7 @@ def build(sizes: Sizes) -> nn.Module:
 def made(sizes: Sizes) -> nn.Parameter:
     """A weight [16, 8] of a model on a grid, whose copy is written."""
     weight = build(sizes).up.weight
+    assert weight.low_precision_weight.open(weight) is None, "no pass has asked for a copy"
     write(weight)
     return weight
 
@@ -90,6 +92,7 @@ def refresh(sizes: Sizes) -> None:
     assert kept.eq(2).all()
     assert kept is cast(weight, torch.bfloat16)
     other = copy.deepcopy(weight.low_precision_weight)
+    other.take(weight)
     assert other.open(weight) is not kept
 
 
@@ -157,6 +160,7 @@ def fail_to_capture(sizes: Sizes) -> None:
     weight = build(sizes).up.weight
 
     def step() -> None:
+        cast(weight, torch.bfloat16)
         weight.low_precision_weight.open(weight).fill_(7)
         weight.low_precision_weight.close(weight)
         raise ZeroDivisionError

@@ -279,7 +279,6 @@ FILLING = ops.Blocks(128, 128, 128, 2, 8, 3, 132)  # more programs than places, 
 
 COPIES = ops.KernelConfig(blocks=TILES, transfer="copies", piece_bytes=4096)
 PUSH = ops.KernelConfig(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096)
-PULL = PUSH._replace(direction="pull")
 PACKETS = ops.KernelConfig(blocks=FEW, exchange="packets")
 TWO_SHOTS = PACKETS._replace(shots=2)
 UNSHIFTED: dict[str, Any] = {"is_shifted": False}
@@ -315,10 +314,6 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
     "push-few": ("one row a rank", OperatorVariant("", 1, 512, 256, PUSH._replace(blocks=FEW), has_bias=True)),
     "push-one-mover": ("one program moves all rows", OperatorVariant("", 64, 192, 128, PUSH._replace(movers=1))),
     "push-all-movers": ("every program moves rows", OperatorVariant("", 64, 192, 128, PUSH._replace(movers=_PROGRAMS))),
-    "pull": ("programs pull rows", OperatorVariant("", 64, 192, 128, PULL)),
-    "pull-fp32": ("the same in fp32, pointers", OperatorVariant("", 50, 131, 77, PULL, FP32)),
-    "pull-unshifted": ("tiles begin with rank 0's rows", OperatorVariant("", 64, 192, 128, PULL._replace(**UNSHIFTED))),
-    "pull-few": ("two rows a rank", OperatorVariant("", 2, 512, 256, PULL._replace(blocks=FEW))),
     "shared": (
         "the last wave of tiles is shared by steps over k",
         OperatorVariant("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
@@ -450,11 +445,6 @@ _SCALED: dict[str, tuple[str, str, OperatorVariant]] = {
         "gather",
         "programs push rows and scales",
         OperatorVariant("", 64, 192, 128, PUSH, has_bias=True),
-    ),
-    "all-gather/pull": (
-        "gather",
-        "programs pull rows and scales",
-        OperatorVariant("", 50, 192, 128, PULL, is_one_scale=True),
     ),
     "reduce-scatter/programs": (
         "scatter",

@@ -30,7 +30,6 @@ _SIZES = ((64, 192, 128), (2, 512, 256), (50, 131, 77))  # rows, n and k of a ra
 _MOVES = (
     ops.KernelConfig(transfer="copies"),
     ops.KernelConfig(transfer="programs"),
-    ops.KernelConfig(transfer="programs", direction="pull"),
 )
 _PACKETS = (ops.KernelConfig(exchange="packets"), ops.KernelConfig(exchange="packets", shots=2))
 _CONFIGS = {

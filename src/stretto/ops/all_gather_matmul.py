@@ -298,10 +298,9 @@ class GatherShard(NamedTuple):
 
 
 class RowMoves(NamedTuple):
-    """Movement of rows by programs: the first `movers` of a launch push x to others, or pull theirs (not is_push).
+    """Movement of rows by programs: the first `movers` of a launch push x to others.
 
-    landing: both slots of the gathered rows, slot_rows rows apart; slots of scales are slot_words apart. is_push is
-    compiled in.
+    landing: both slots of the gathered rows, slot_rows rows apart; slots of scales are slot_words apart.
     """
 
     x: Any
@@ -309,7 +308,6 @@ class RowMoves(NamedTuple):
     slot_rows: Any
     slot_words: Any
     movers: Any
-    is_push: Any
 
 
 @triton.jit
@@ -375,11 +373,10 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
     """out [m, n] = gathered @ weight.T + bias; the first programs move rows before they multiply; persistent.
 
     Order: as of `all_gather_gemm_by_copies`. Programs claim work units, so those that have moved rows do fewer.
-    Signals: the first `movers` programs push rows (or pull them), and signal each piece.
+    Signals: the first `movers` programs push rows, and signal each piece.
     Waits: for the pieces that hold a tile's rows, at the tile's head. They depend on the launch's first programs on
-    each rank, which run when any do, claim what they move, and wait for nothing (pulling: for pieces that those have
-    offered). A launch leaves room for another group's (`bound_blocks`), so that its first programs find a place
-    while this one waits.
+    each rank, which run when any do, claim what they move, and wait for nothing. A launch leaves room for another
+    group's (`bound_blocks`), so that its first programs find a place while this one waits.
     Scales of fp8 rows travel before their rows' signals, to gemm.row_scales.
     Reuse: `gathered` is both of two slots, used in turn by the call's number. Every rank waits for every rank's rows,
     so a slot is free when its turn comes: see `call_slot`.
@@ -390,11 +387,7 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
     if scales is not None:
         scales += slot.to(tl.int64) * moves.slot_words
     if tl.program_id(0) < moves.movers:
-        landing = moves.landing + tl.cast(base, tl.int64) * gemm.k
-        if moves.is_push:
-            push_rows(channel, producer, gemm, shard, moves.x, landing, scales)
-        else:
-            pull_rows(channel, producer, gemm, shard, moves.x, landing, scales)
+        push_rows(channel, producer, gemm, shard, moves.x, moves.landing + tl.cast(base, tl.int64) * gemm.k, scales)
     first, direct_tiles = order_rows(channel, gemm, shard)
     row_tiles, column_tiles = count_tiles(channel, gemm, shard)
     count = row_tiles * column_tiles
@@ -512,39 +505,6 @@ def push_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # ty
 
 
 @triton.jit
-def pull_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
-    """Offer pieces of x to the other ranks, from their place in this rank's memory; then pull theirs.
-
-    Pieces are claimed, as in `push_rows`: no program waits for an offer before all of this rank's are claimed.
-    """
-    pieces = tiles.rank_tiles(producer)
-    job = tiles.claim_move(channel)
-    while job < pieces:
-        following = tiles.claim_move(channel)
-        tile = channel.rank * pieces + job
-        _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, landing, 0, _MOVED_AT_ONCE)
-        if shard.scales is not None:
-            first = channel.rank * producer.rows
-            _copy_rows(producer, 1, tile, shard.scales, first, scales_landing, 0, _SCALES_AT_ONCE)
-        tiles.producer_tile_notify(channel, producer, tile, "local")
-        tiles.peer_tile_notify(channel, job, mode="broadcast")
-        job = following
-    job -= pieces
-    while job < pieces * (channel.world - 1):
-        following = tiles.claim_move(channel) - pieces
-        peer = (channel.rank + 1 + job // pieces) % channel.world
-        tile = peer * pieces + job % pieces
-        ready = tiles.peer_tile_wait(channel, job % pieces, rank=peer)
-        there = tiles.peer_pointer(channel, landing, peer)
-        _copy_rows(producer, gemm.k, tile, there, 0, landing, ready, _MOVED_AT_ONCE)
-        if shard.scales is not None:
-            there = tiles.peer_pointer(channel, scales_landing, peer)
-            _copy_rows(producer, 1, tile, there, 0, scales_landing, ready, _SCALES_AT_ONCE)
-        tiles.producer_tile_notify(channel, producer, tile, "local")
-        job = following
-
-
-@triton.jit
 def _copy_rows(  # type: ignore[no-untyped-def]
     producer, k, tile, source, first, destination, ready, AT_ONCE: tl.constexpr
 ):
@@ -652,10 +612,9 @@ def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals)
     programs = min(blocks.programs, max(units, config.movers))
     shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
-    is_push = config.direction == "push"
     slot_words, movers = workspace.words(1, torch.float32), min(config.movers, programs)
-    moves = RowMoves(x, landing, slot_rows, slot_words, movers, fixed(is_push))
-    channel = block_channel.enter("all_gather_matmul", "broadcast" if is_push else "local")
+    moves = RowMoves(x, landing, slot_rows, slot_words, movers)
+    channel = block_channel.enter("all_gather_matmul", "broadcast")
     try:
         block_channel.launch(
             all_gather_gemm_by_programs,

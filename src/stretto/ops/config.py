@@ -79,7 +79,7 @@ class KernelConfig(NamedTuple):
     implementation: "kernel" or "library" (which ignores all other fields). blocks: the GEMM's tiles, whose columns are
     a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
     transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
-    kernel before they multiply ("programs"), which push or pull them (direction), as copy engines do by a schedule; and
+    kernel before they multiply ("programs"); by a schedule copy engines push or pull them (direction); and
     how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes:
     bytes transferred per signal. exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of
     an all-reduce: 1, all ranks send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with
@@ -169,10 +169,8 @@ def require_config(config: KernelConfig) -> None:
             raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
     if not isinstance(config.schedule, str):
         raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
-    if config.direction == "pull" and (config.transfer == "copies") != bool(config.schedule):
-        if config.schedule:
-            raise ValueError('programs push what a schedule moves: "pull" goes with transfer="copies"')
-        raise ValueError('copy engines push: "pull" goes with transfer="programs", or with a schedule')
+    if config.direction == "pull" and (config.transfer != "copies" or not config.schedule):
+        raise ValueError('rows are pulled by a schedule and copy engines: "pull" goes with schedule= and "copies"')
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= MAX_PIECE_BYTES:
             raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
@@ -336,7 +334,8 @@ def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copi
         wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
         narrow_takes = _estimate(problem, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(problem, shards, wide) <= narrow_takes else narrow
-        if is_gather and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
+        # Two programs a multiprocessor leave no room for another kernel, as programs that wait for others' must.
+        if is_gather and transfer == "copies" and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
         most = MAX_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
         most = min(blocks.group_rows, most, count_grouped_rows(problem, transfer) // blocks.m)

@@ -23,7 +23,7 @@ from stretto.ops.operator import exchange_text
 logger = logging.getLogger("stretto.ops")
 
 CONFIRM_VARIABLE = "STRETTO_CONFIRM"
-"""The environment variable that switches timing of first calls on, where it is 1."""
+"""The environment variable that switches timing of first calls off, where it is 0."""
 
 MAX_KINDS = 128
 """Kinds of calls that a process times: of shapes that change at each step, later ones run as predicted."""
@@ -50,11 +50,11 @@ _budget = _Budget()
 def can_time_calls(device: torch.device, size: int) -> bool:
     """True if this rank may time calls that allocate up to so many bytes, and if all others of the group may, too.
 
-    So: on a GPU of its own, in no CUDA graph's capture, with memory for both candidates, if it is asked for. Memory is
-    looked at before: a call that fails on one rank leaves the others waiting. Deterministic algorithms are chosen by
+    So: on a GPU of its own, in no CUDA graph's capture, with memory for both candidates, and not switched off. Memory
+    is looked at before: a call that fails on one rank leaves the others waiting. Deterministic algorithms are chosen by
     no clock.
     """
-    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) != "1" or shared_gpus.is_enabled():
+    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) == "0" or shared_gpus.is_enabled():
         return False
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing() or not _budget.kinds:
         return False

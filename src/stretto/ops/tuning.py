@@ -284,11 +284,7 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
             others = [config._replace(shots=shots) for shots in (1, 2)]
         case "all_gather_matmul" if not problem.returns_gathered:
             movers = (8, 16, 32, count_usable(problem, machine, "programs")) if machine.processors else (1, 2)
-            others = [
-                config._replace(transfer="programs", movers=count, direction=direction)
-                for direction in DIRECTIONS
-                for count in movers
-            ]
+            others = [config._replace(transfer="programs", movers=count) for count in movers]
             if problem.m > FEW_ROWS:
                 others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
         case "all_gather_matmul":

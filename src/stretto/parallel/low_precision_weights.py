@@ -23,17 +23,20 @@ class LowPrecisionWeight:
 
     It is the attribute `low_precision_weight` of Stretto's own parameters, where `stretto.optim.AdamW` finds it. Any
     other write to the parameter, seen by its version counter, invalidates it, and so does a step of any optimizer of
-    torch. The shard is then cast in each pass, until an optimizer writes the copy again.
+    torch. The shard is then cast in each pass, until an optimizer writes the copy again. One that no pass has asked
+    for yet is not written: an fp8 weight may be cast from the parameter itself.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self._is_asked_for = False
         self._kept: Tensor | None = None
         self._version: Version | None = None
         self._is_outrun = False  # a graph whose replays are not tracked writes the parameter
 
     def take(self, parameter: Tensor) -> Tensor:
         """The shard in the dtype: the copy, or a new cast. Do not write to it."""
+        self._is_asked_for = True
         if not self.holds(parameter):
             return local(parameter).to(self.dtype)
         assert self._kept is not None
@@ -52,11 +55,12 @@ class LowPrecisionWeight:
     def open(self, parameter: Tensor) -> Tensor | None:
         """The tensor into which an optimizer writes the whole shard, along with the parameter; it calls `close` then.
 
-        None inside the capture of a graph whose replays are not tracked: the host would not know of its writes.
+        None where nothing asks for the copy, and inside the capture of a graph whose replays are not tracked: the host
+        would not know of its writes.
         """
         _watch_optimizers()
         self.expect_write(parameter)
-        if self._is_outrun:
+        if self._is_outrun or not self._is_asked_for:
             return None
         shard = local(parameter)
         if self._kept is None or (self._kept.shape, self._kept.device) != (shard.shape, shard.device):

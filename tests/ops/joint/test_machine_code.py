@@ -24,7 +24,7 @@ def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K, puts=None):
     landed, x = torch.empty(M, width, dtype=dtype), torch.empty(M // WORLD if is_gather else M, k, dtype=dtype)
     inputs = x if is_gather else torch.empty(M, N, dtype=dtype)
     gemm, a, b, _ = describe_gemm(landed if is_gather else x, torch.empty(N, k, dtype=dtype), None, blocks)
-    tables = MoveTables(*[table] * 4, 12, 6, 32, 16, width, 0, M, tl.constexpr(is_gather))
+    tables = MoveTables(*[table] * 4, 12, 6, 32, 16, width, 0, M, tl.constexpr(is_gather), tl.constexpr(True))
     out = torch.empty(M if is_gather else M // WORLD, N, dtype=dtype)
     channel = make_channel("p2p")
     moved, bias = MovedRows(inputs, landed, out), torch.empty(N, dtype=dtype)

@@ -29,7 +29,7 @@ from stretto.collectives.joint.schedule import (
 )
 from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory import group_timeout
-from stretto.memory.gpus import limit_waiting
+from stretto.memory.gpus import count_processors, leave_room_for_copies, limit_waiting
 from stretto.memory.groups import make_node_group, next_group_number
 from stretto.ops.choices import find_nodes, signals_by_copies
 from stretto.ops.config import KernelConfig
@@ -74,7 +74,7 @@ class MoveTables(NamedTuple):
 
     first_source, first_destination: [moves + 1], of each move; source_areas, destination_areas: of each of those.
     moves, receives, row_tiles: how many there are; movers: programs that run moves; width: elements of a row;
-    bias_start, bias_stop: the rows of the product that get the bias. is_gather: compiled in.
+    bias_start, bias_stop: the rows of the product that get the bias. is_gather, has_movers: compiled in.
 
     Between nodes receives follow the moves, each with a source, the sender, and a destination. Of what is put, the
     rows are the numbers of slices: the first one of this move, among those of the two ranks in this call.
@@ -92,6 +92,7 @@ class MoveTables(NamedTuple):
     bias_start: Any
     bias_stop: Any
     is_gather: Any
+    has_movers: Any
 
 
 class MovedRows(NamedTuple):
@@ -110,8 +111,8 @@ def joint_gemm(  # type: ignore[no-untyped-def]
 
     A gather's tiles multiply rows of `landed` (a), and are stored in `out`. Others multiply x (a) and are stored in
     `inputs`, the product, which moves add up and send; `out` gets the sums.
-    Order: tiles in the order of `row_tiles`, as programs claim them; moves in their order, of which each mover does a
-    part of the elements.
+    Order: tiles in the order of `row_tiles`, as programs claim them, or where copy engines move rows each P-th;
+    moves in their order, of which each mover does a part of the elements.
     Signals: each mover signals every destination once its part is stored (p2p); tiles of a product signal their chunk
     on this rank.
     Waits: movers for the sources of a move, which are moves of others that come before it in one order of all ranks'
@@ -134,29 +135,38 @@ def joint_gemm(  # type: ignore[no-untyped-def]
         if (tl.program_id(0) >= tables.movers) & (tl.program_id(0) < 2 * tables.movers):
             for number in range(tables.moves, tables.moves + tables.receives):
                 receive_move(channel, puts, sources, destinations, tables, landed, number)
-    column_tiles = tl.cdiv(gemm.n, gemm.block_n)
-    count = tables.row_tiles * column_tiles
-    tile = tiles.claim(channel)
-    while tile < count:
-        row_tile, column_tile = order_tiles(tile, tables.row_tiles, column_tiles, gemm.group_rows)
-        low, high = tiles.tile_rows(row_tiles, row_tile)
-        column = column_tile * gemm.block_n
-        if tables.is_gather:
-            ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)
-            total = multiply_tile(gemm, a, b, low + ready, column, 0)
-        else:
-            total = multiply_tile(gemm, a, b, low, column, 0)
-        if bias is not None:
-            rows = low + tl.arange(0, gemm.block_m)
-            has_bias = (rows >= tables.bias_start) & (rows < tables.bias_stop)
-            added = load_bias(bias, column, gemm.n, gemm.block_n)
-            total += tl.where(has_bias[:, None], added, 0.0)
-        if tables.is_gather:
-            store_tile(gemm, out, total, low, column, high)
-        else:
-            store_tile(gemm, inputs, total, low, column, high)
-            tiles.producer_tile_notify(channel, row_tiles, row_tile, "p2p")
+    count = tables.row_tiles * tl.cdiv(gemm.n, gemm.block_n)
+    if tables.has_movers:
         tile = tiles.claim(channel)
+        while tile < count:
+            _make_tile(channel, row_tiles, tables, gemm, a, b, moved, bias, tile)
+            tile = tiles.claim(channel)
+    else:  # in a `for`, Triton overlaps a tile's stores with the next tile's loads
+        for tile in range(tl.program_id(0), count, tl.num_programs(0)):
+            _make_tile(channel, row_tiles, tables, gemm, a, b, moved, bias, tile)
+
+
+@triton.jit
+def _make_tile(channel, row_tiles, tables, gemm, a, b, moved, bias, tile):  # type: ignore[no-untyped-def]
+    """Multiply a tile, once its rows are there, and store it."""
+    row_tile, column_tile = order_tiles(tile, tables.row_tiles, tl.cdiv(gemm.n, gemm.block_n), gemm.group_rows)
+    low, high = tiles.tile_rows(row_tiles, row_tile)
+    column = column_tile * gemm.block_n
+    if tables.is_gather:
+        ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)
+        total = multiply_tile(gemm, a, b, low + ready, column, 0)
+    else:
+        total = multiply_tile(gemm, a, b, low, column, 0)
+    if bias is not None:
+        rows = low + tl.arange(0, gemm.block_m)
+        has_bias = (rows >= tables.bias_start) & (rows < tables.bias_stop)
+        added = load_bias(bias, column, gemm.n, gemm.block_n)
+        total += tl.where(has_bias[:, None], added, 0.0)
+    if tables.is_gather:
+        store_tile(gemm, moved.out, total, low, column, high)
+    else:
+        store_tile(gemm, moved.inputs, total, low, column, high)
+        tiles.producer_tile_notify(channel, row_tiles, row_tile, "p2p")
 
 
 @triton.jit
@@ -313,7 +323,14 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     landing = find_landing(group_here, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
     block_channel = landing.channel
     rank = members.rank()
-    programs = max(3 if nodes else 2, limit_waiting(blocks.programs, x.device))
+    # Beside copy engines, waits and sums on side streams need multiprocessors; other gathers' tiles wait for peers.
+    fills = joint.is_gather and not _waits(joint) if by_copies else not joint.is_gather
+    limit = leave_room_for_copies if fills else limit_waiting
+    if not fills and x.is_cuda and blocks.programs > (processors := count_processors(x.device.index)):
+        # Two programs a multiprocessor, of which few may wait, become one of twice the columns.
+        blocks = blocks._replace(n=2 * blocks.n, num_warps=2 * blocks.num_warps, programs=processors)
+        config = config._replace(blocks=blocks)
+    programs = max(3 if nodes else 2, limit(blocks.programs, x.device))
     # Beside movers, as many receive between nodes, and at least one multiplies.
     movers = 0 if by_copies else min(config.movers, programs // 3 if nodes else programs // 2)
     put_channel = find_put_channel(group, x.device, movers) if nodes else None
@@ -332,7 +349,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     plan = joint.ranks[rank]
     moves = MoveTables(
         *tables.lists, len(plan.moves), len(plan.receives), len(plan.tiles), movers, width, start, stop,
-        fixed(joint.is_gather),
+        fixed(joint.is_gather), fixed(movers > 0),
     )  # fmt: skip
     copied = CopiedMoves(block_channel, plan.moves, inputs, landed, landing.offset)
     if by_copies and not joint.is_gather:
@@ -359,7 +376,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
             copied.make_others()
         block_channel.launch(
             joint_gemm,
-            (*map(kind_of, moves[4:-1]), joint.is_gather, dtype,
+            (*map(kind_of, moves[4:-2]), joint.is_gather, movers > 0, dtype,
              specialization_key(config, x, weight, gemm, inputs, landed, bias, out),
              None if put_channel is None else put_channel.kind),
             programs,
@@ -376,6 +393,11 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     finally:  # also after a failed launch: x may be freed once the current stream has passed here
         tiles.join_copies(block_channel)
     return landed[: joint.product_rows]
+
+
+def _waits(joint: JointSchedule) -> bool:
+    """True if some rank's move waits for a signal."""
+    return any(one.sender != NOBODY for plan in joint.ranks for move in plan.moves for one in move.sources)
 
 
 def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) -> str:

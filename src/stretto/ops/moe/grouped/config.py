@@ -19,7 +19,6 @@ _MOST_ROWS = 1 << 30  # see `describe_ragged`
 
 # Rows an expert, on average. What is chosen from them was measured on H200, of 8 to 128 experts, uniform and skewed.
 _FEW_ROWS = 256
-_SOME_ROWS = 640
 _MANY_ROWS = 1536
 
 
@@ -47,19 +46,18 @@ class GroupedWork(NamedTuple):
 
 
 TABLE: dict[Kind, GroupedConfig] = {
-    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1), is_flattened=True, stores_by_tma=True),
+    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1), is_flattened=True, stores_by_tma=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
-    "weight gradient": GroupedConfig(Blocks(128, 128, 64, 8, 4, 3, 2)),
+    "weight gradient": GroupedConfig(Blocks(128, 128, 32, 8, 4, 6, 2)),
 }
-"""Configurations for experts with few rows."""
-_PRODUCT_OF_MANY_ROWS = GroupedConfig(Blocks(128, 256, 64, 8, 8, 4, 1))
+_WEIGHT_GRADIENT_OF_MANY_ROWS = GroupedConfig(Blocks(256, 128, 32, 8, 8, 6, 1))
 
 
 def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
     """The tiles of a product on so many multiprocessors of a GPU; 0: it is interpreted."""
-    has_many = work.kind == "product" and work.rows_of_expert >= _MANY_ROWS and not work.by_tokens
-    config = _PRODUCT_OF_MANY_ROWS if has_many else TABLE[work.kind]
+    has_many = work.kind == "weight gradient" and work.rows_of_expert >= _MANY_ROWS
+    config = _WEIGHT_GRADIENT_OF_MANY_ROWS if has_many else TABLE[work.kind]
     if processors == 0:
         return config._replace(blocks=config.blocks._replace(m=32, n=32, k=32, num_stages=2, programs=4))
     return config._replace(blocks=config.blocks._replace(programs=processors * config.blocks.programs))
@@ -72,7 +70,7 @@ def is_faster(work: GroupedWork) -> bool:
     pass does, so that it pays only where there is little else.
     """
     if work.kind == "weight gradient":
-        return not work.by_tokens and work.rows_of_expert < _SOME_ROWS
+        return not work.by_tokens
     return work.kind == "product" or work.rows_of_expert < _FEW_ROWS
 
 

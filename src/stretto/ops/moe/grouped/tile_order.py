@@ -181,12 +181,13 @@ def fill_tile_tables(  # type: ignore[no-untyped-def]
     after = tl.cumsum(count, 0)
     begins = tl.load(offsets + at, mask=at < experts, other=0)
     rows = tl.load(offsets + at + 1, mask=at < experts, other=0) - begins
-    own = tl.sum(tl.where(source < rank, count, 0), 0)
-    own_tile = tl.cdiv(_count_before(places, begins, rows, own + at * 0, most), BLOCK_ROWS)[:, None]
-    begins, rows = begins[:, None], rows[:, None]
-    first = _count_before(places, begins, rows, (after - count)[None, :], most)
-    first = _find_tile(first, rows, source[None, :], rank, own_tile, BLOCK_ROWS)  # [experts, sources]
-    last = _count_before(places, begins, rows, after[None, :], most)
+    # One search for where each source's rows begin and end, as its loads depend on each other.
+    bounds = tl.join(after - count, after)[None, :, :]
+    found = _count_before(places, begins[:, None, None], rows[:, None, None], bounds, most)  # [experts, sources, 2]
+    first, last = tl.split(found)
+    rows = rows[:, None]
+    own_tile = tl.cdiv(tl.sum(tl.where((source == rank)[None, :], first, 0), 1), BLOCK_ROWS)[:, None]
+    first = _find_tile(first, rows, source[None, :], rank, own_tile, BLOCK_ROWS)
     last = _find_tile(last, rows, source[None, :] + 1, rank, own_tile, BLOCK_ROWS)
     tiles_of = tl.where((source < WORLD)[None, :], last - first, 0)
     distance = tl.where(source < WORLD, (source - rank + WORLD) % WORLD, WORLD)
