@@ -50,7 +50,7 @@ def clip_grad_norm_(
         for shards in by_dtype.values():
             # Rounded to bf16, the factor would be wrong by up to 0.4%: the same way for every gradient.
             torch._foreach_mul_(shards, scale.to(_wide(shards[0])))
-    return norm if any(p.grad.dtype == torch.float64 for p in with_gradient) else norm.float()
+    return norm if any(local_gradient(p).dtype == torch.float64 for p in with_gradient) else norm.float()
 
 
 def _with_gradient(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
