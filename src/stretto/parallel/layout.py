@@ -261,7 +261,7 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     cut = {split.mesh_axis for split in layout.splits}
     if all(mesh.get_local_rank(axis) == 0 for axis in axes if axis not in cut):  # one replica of each number
         for box in layout.boxes(sizes, coordinates):
-            _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
+            view_box(whole, box.offsets, box.sizes).copy_(view_box(local, box.local_offsets, box.sizes))
     for axis in axes:
         if mesh.get_group(axis).size() > 1:
             dist.all_reduce(whole, group=mesh.get_group(axis))
@@ -292,7 +292,8 @@ def place_on(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
     return sizes, coordinates
 
 
-def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def view_box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of a rectangular part of a tensor."""
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
 
 

@@ -2,6 +2,8 @@
 """Decides for each call of the backend what runs it: an installed schedule, the fastest one, gloo or NCCL."""
 
 import contextlib
+import functools
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,6 @@ from stretto.collectives.backend.calls import NON_COLLECTIVE, BackendCall, find_
 from stretto.collectives.backend.debug_check import DebugCheck
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import FastestRun, Member, Runner
-from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures, is_debugging
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
     from stretto.collectives.backend.two_level import TwoLevelRunner
+
+logger = logging.getLogger("stretto.collectives")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +78,14 @@ class CallCounter:
         self._group = group
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
-        self._log = LogOnce()
+        self._log_once = functools.lru_cache(65536)(logger.debug)
 
     def count(self, call: BackendCall, ran_as: str, why: str) -> None:
         """Count a call, and log what ran it at debug level, once for calls that are alike."""
         with self._lock:
             self._counts[call.operation, ran_as] += 1
-        if self._log.is_enabled:
-            self._log.log(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_once(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
 
     def read(self) -> dict[tuple[str, str], int]:
         with self._lock:

@@ -131,7 +131,8 @@ class OptimizerStateStore:
             for index, place in enumerate(self.layout.places):
                 kept[AVERAGE][place.start : place.stop].copy_(self.weight(index).flatten())
         reads = MASTER not in kept or self.residence.step_device != self.device
-        self.weights.prepare(max((bucket.size for bucket in self.layout.buckets), default=0), sets, reads=reads)
+        rows = max((bucket.size for bucket in self.layout.buckets), default=0)
+        self.weights.prepare(rows, sets, self.gradients, reads=reads)
 
     # Gradients.
 
@@ -146,7 +147,7 @@ class OptimizerStateStore:
             step.late[index] = torch.empty_like(own)
             take(index, gradient, step.late[index], adds=False)
         else:
-            take(index, gradient, own, adds=index in step.present)
+            self.weights.keep_gradient(index, gradient, own, adds=index in step.present)
         step.present.add(index)
 
     def complete(self, index: int) -> None:
@@ -183,6 +184,7 @@ class OptimizerStateStore:
         step.late.clear()
 
     def _start(self, chunk: Chunk) -> None:
+        self.weights.flush()
         key = self.parameters[chunk.parameters[0]].key
         part = self.gradients[chunk.start : chunk.stop]
         self._step.started[chunk.index] = self.communicator.start_sum(key, part)
@@ -196,6 +198,7 @@ class OptimizerStateStore:
         """Forget the gradients of the running step. Sums that have been started are waited for."""
         for reduction in self._step.started.values():
             reduction.wait()
+        self.weights.drop()
         self._step = _StepGradients()
 
     # The step.
