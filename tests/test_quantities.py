@@ -3,7 +3,14 @@
 
 import pytest
 
-from stretto.quantities import read_bandwidth, read_bytes, read_seconds, show_nanoseconds, whole_nanoseconds
+from stretto.quantities import (
+    read_bandwidth,
+    read_bytes,
+    read_seconds,
+    read_switch,
+    show_nanoseconds,
+    whole_nanoseconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +63,15 @@ def test_times_are_read(text, seconds):
 def test_invalid_quantities_raise(read, text):
     with pytest.raises(ValueError, match=r"is no|not finite|must be more than 0|must be a whole number"):
         read(text)
+
+
+def test_a_switch_is_on_for_1_alone_and_refuses_what_is_neither_on_nor_off(monkeypatch):
+    for value, is_on in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("STRETTO_DEBUG", value)
+        assert read_switch("STRETTO_DEBUG") == is_on
+    monkeypatch.setenv("STRETTO_DEBUG", "true")
+    with pytest.raises(ValueError, match="STRETTO_DEBUG is 'true', but must be 0 or 1"):
+        read_switch("STRETTO_DEBUG")
 
 
 def test_times_are_shown_in_the_unit_that_suits():

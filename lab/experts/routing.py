@@ -68,7 +68,7 @@ def find_bias(routing: str, experts: int, top_k: int, layer: int = -1) -> Tensor
     """
     match routing:
         case "skewed":
-            return _draw_bias(experts)
+            return SKEW * torch.randn(experts, generator=torch.Generator().manual_seed(0))
         case "1.5x":
             hot, loads = -(-experts // 32), torch.full((experts,), 2.5 / 3)
             loads[: experts // 4] = 1.0
@@ -114,10 +114,6 @@ def route(model: Any, routing: str) -> None:
         bias = find_bias(routing, len(weight), model.config.num_experts_per_tok, layer)
         assert bias is not None
         weight.add_(weight.std() * weight.shape[1] ** -0.5 * bias.to(weight.device)[:, None])
-
-
-def _draw_bias(experts: int) -> Tensor:
-    return SKEW * torch.randn(experts, generator=torch.Generator().manual_seed(0))
 
 
 def load_of(ids: Tensor, experts: int) -> float:

@@ -8,6 +8,7 @@ for each number that is left in place of the bitmap. A copy moves each number tw
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from statistics import median
 from typing import Annotated, Any, get_args
 
@@ -22,10 +23,13 @@ from stretto.bench.settings import Needs, Option, Repeats, Rounds
 from stretto.cluster.detection import count_gpus
 from stretto.execution import SparseIndexKind, check_sparsity
 from stretto.optim.sparse import BitmapIndex, SparseIndex, make_index
+from stretto.optim.sparse.index import make_table
 from stretto.optim.sparse.masks import pack
 from stretto.parallel import Grid
 from stretto.quantities import MAX_COUNT, require_least
 from stretto.tiles.launches import launch_kernel
+
+_MANY = 32  # tensors that one launch takes
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,18 @@ def _measure_kernels(setting: SparseSetting, device: torch.device) -> list[Row]:
     copies, num_bytes = set(runs), dict.fromkeys(runs, 4.0 * size)
     about: dict[str, float] = {}
     for sparsity in setting.sparsities:
-        bits = pack(torch.rand(size, device=device) >= sparsity)
+        mask = torch.rand(size, device=device) >= sparsity
+        bits = pack(mask)
         for kind in get_args(SparseIndexKind)[: 1 if setting.variants else None]:
             index = make_index(bits, size, kind)
             # Each index keeps its memory to the end: all of them are timed in turn.
             for name, run, moved in _list_runs(index, dense, torch.zeros_like(dense), setting.variants):
                 key = f"{name}, {kind} {sparsity}"
                 runs[key], num_bytes[key], about[key] = run, moved, sparsity
+            if kind == "bitmap" and not setting.variants:
+                for name, run in _list_runs_of_many(mask, dense):
+                    key = f"{name} of {_MANY} tensors, {kind} {sparsity}"
+                    runs[key], num_bytes[key], about[key] = run, num_bytes[f"{name}, {kind} {sparsity}"], sparsity
     seconds = _time(runs, setting)
     copied = max(num_bytes[name] / seconds[name] for name in copies)
     for name in runs:
@@ -148,17 +157,31 @@ def _list_runs(
         ]
         return [(*call, moved) for call, moved in zip(calls, rates, strict=True)]
     found = []
-    every = (0, index.count)
     for turns in (1, 2, 4):
         shape = {"turns": turns}
         calls = [
-            ("compress", partial(index.launch_compress, dense, left, *every, False, **shape)),
-            ("compress and add", partial(index.launch_compress, dense, left, *every, True, **shape)),
-            ("expand", partial(index.launch_expand, left, whole, *every, [], **shape)),
+            ("compress", partial(index.launch_compress, dense, left, False, **shape)),
+            ("compress and add", partial(index.launch_compress, dense, left, True, **shape)),
+            ("expand", partial(index.launch_expand, left, whole, [], **shape)),
         ]
         for (name, call), moved in zip(calls, rates, strict=True):
             found.append((f"{name}, {turns} blocks a warp", call, moved))
     return found
+
+
+def _list_runs_of_many(mask: Tensor, dense: Tensor) -> list[tuple[str, Callable[[], Any]]]:
+    """Names and calls of what one launch does with all tensors of a table; none on a CPU."""
+    indices = [make_index(pack(part), len(part)) for part in mask.chunk(_MANY)]
+    firsts = [0, *accumulate(index.count for index in indices)]
+    table = make_table(indices, firsts[:-1], torch.zeros_like(dense).chunk(_MANY))
+    if table is None:
+        return []
+    left, read = dense.new_zeros(firsts[-1]), dict(enumerate(dense.chunk(_MANY)))
+    return [
+        ("compress", partial(table.compress, read, left, adds=False)),
+        ("compress and add", partial(table.compress, read, left, adds=True)),
+        ("expand", partial(table.expand, left, 0, firsts[-1])),
+    ]
 
 
 def _measure_layers(setting: SparseSetting, device: torch.device) -> list[Row]:

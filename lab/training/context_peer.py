@@ -12,16 +12,15 @@ from torch.distributed.tensor import experimental
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from stretto.huggingface.context import register_attention
+
 NAME = "torch_context"
 _KERNELS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
 
 
 def prepare(model: Any) -> None:
     """Have a model attend causally, without masks, by the function that torch's context parallelism replaces."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+    register_attention(NAME, _attend)
     model.set_attn_implementation(NAME)
 
 

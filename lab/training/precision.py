@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
-from lab.training.curves import ALL, make_run, train_example
+from lab.training.curves import ALL, EXAMPLES, MOE, make_run, train_example
 from stretto.bench.settings import Option
 from stretto.report.run import read_run
 from stretto.train.config import TrainConfig
@@ -24,10 +24,7 @@ RUNS = {
     "fp8, tensorwise": "train.dtype=fp8",
     "fp8, rowwise": "train.dtype=fp8 train.fp8_recipe=rowwise",
 }
-MODELS = {
-    "dense": "demo",
-    "mixture of experts": "moe model.ffn=192 model.expert_ffn=96 model.balance=sequence model.bias_rate=none",
-}
+MODELS = ("dense", MOE)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def train_runs(setting: PrecisionSetting) -> Iterator[Measured]:
 
 
 def configure(model: str, name: str, setting: PrecisionSetting, out: Path) -> TrainConfig:
-    return make_run(f"{MODELS[model]} {ALL} model.layers=4 {RUNS[name]}", setting.steps, out)
+    return make_run(f"{EXAMPLES[model]} {ALL} model.layers=4 {RUNS[name]}", setting.steps, out)
 
 
 def plot_precisions(data: dict[str, Any], picture: Path) -> None:

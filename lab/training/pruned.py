@@ -3,20 +3,23 @@
 
 state     bytes of state a parameter over sparsity, measured beside the formulas, and where they break even (one GPU)
 largest   7B and 13B on a GPU that is held to 80 GB: state, steps, and the share of the kernels that compress and expand
-steps     tokens/s and bytes sent with all ranks over data, and with all in a pipeline
+steps     tokens/s and bytes sent with all ranks over data, over z, and in a pipeline
 networks  WideResNet-101 and VGG-19 for 50 steps over data (torchvision)
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.harness import Bench, Measured, column
+from lab.harness import Bench, Measured, column, keep_rows, setting_of
 from lab.pictures import describe_origin
 from stretto.bench.harness import FAILURES, empty_memory, in_one_line, run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, require_known
@@ -28,6 +31,9 @@ from stretto.train.pruning import prune
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
 
 PARTS = ("state", "largest", "steps", "networks")
+AXES = ("data", "z", "pipe")
+# Layers and tokens of a sequence, by width: eager steps of the first wait for the host, those of the second do not.
+SHAPES = {2048: (24, 1024), 4096: (8, 2048)}
 LIMIT = 80e9  # bytes of the GPU
 PRUNED = 0.9
 
@@ -38,14 +44,19 @@ class PrunedSetting:
 
     parts: Annotated[tuple[str, ...], Option("state, largest, steps, networks, with commas.")] = PARTS[:2]
     ranks: Ranks = None
-    layers: Annotated[int, Option("Of the GPT of width 4096 whose steps are measured.", least=1)] = 8
-    batch: Annotated[int, Option("Sequences of 2048 tokens, of a step.", least=1)] = 16
+    widths: Annotated[tuple[int, ...], Option("Of the GPTs whose steps are measured: 2048, 4096, with commas.")] = (
+        4096,
+    )
+    axes: Annotated[tuple[str, ...], Option("Over which the ranks of a step are: data, z, pipe, with commas.")] = AXES
+    batch: Annotated[int, Option("Sequences of a step.", least=1)] = 16
     images: Annotated[int, Option("Of a rank, in a step of the networks.", least=1)] = 64
     steps: Annotated[int, Option("Steps of the networks.", least=2)] = 50
     cpu: Annotated[bool, Option("Small sizes on the CPU: a try, no figure.")] = False
 
     def __post_init__(self) -> None:
         require_known("part", self.parts, PARTS)
+        require_known("axis", self.axes, AXES)
+        require_known("width", [str(width) for width in self.widths], [str(width) for width in SHAPES])
 
 
 @dataclass(frozen=True)
@@ -68,15 +79,34 @@ class Row:
 
 
 Step = Callable[[], Tensor]
+Keep = Callable[[list[dict[str, Any]]], None]
 
 
-def measure_parts(setting: PrunedSetting) -> Iterator[Measured]:
-    """A result for each part, written when it is done."""
+def measure_parts(setting: PrunedSetting, out: Path) -> Iterator[Measured]:
+    """A result for each part; its rows are written as they come."""
     for part in setting.parts:
-        ranks = (setting.ranks or 1) if part in ("steps", "networks") else 1
-        yield Measured(
-            run_ranks(ranks, _MEASURES[part], setting), name=f"pruned-{part}", title=f"Pruned models: {part}"
-        )
+        ranks, name = (setting.ranks or 1) if part in ("steps", "networks") else 1, f"pruned-{part}"
+        keep = partial(keep_rows, out, name, Row, setting_of(setting))
+        found = run_ranks(ranks, _measure_part, part, setting, keep)
+        yield Measured(found, name=name, title=f"Pruned models: {part}")
+
+
+def _measure_part(part: str, setting: PrunedSetting, keep: Keep) -> list[dict[str, Any]]:
+    rows = []
+    for row in _MEASURES[part](setting):
+        rows.append({"part": part} | row)
+        if dist.get_rank() == 0:
+            keep(rows)
+        empty_memory()
+    return rows
+
+
+def _attempt(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What was measured, or why nothing was."""
+    try:
+        return measure(*arguments)
+    except FAILURES as error:
+        return {"error": in_one_line(error)}
 
 
 def _take_over(model: nn.Module, grid: Grid, sparsity: float, index: SparseIndexKind = "bitmap") -> StoredOptimizer:
@@ -146,23 +176,20 @@ def _measure_state(
     return measured, step
 
 
-def measure_curve(setting: PrunedSetting) -> list[dict[str, Any]]:
+def measure_curve(setting: PrunedSetting) -> Iterator[dict[str, Any]]:
     """Part `state`."""
-    grid, rows = Grid(device="cpu" if setting.cpu else None), []
+    grid = Grid(device="cpu" if setting.cpu else None)
     config = GPTConfig(layers=12, hidden=2048, heads=16, vocab=512, max_seq_len=64, bias=False)
     if setting.cpu:
         config = replace(config, layers=1, hidden=64, heads=4)
     for sparsity in (0.0, 0.25, 0.5, 0.75, 0.9, 0.95):
         for index in get_args(SparseIndexKind) if sparsity else ("bitmap",):
-            found, step = _measure_state(config, grid, sparsity, index, 1)
-            rows.append({"part": "state", "name": "GPT of width 2048"} | found)
-            del step
-    return rows
+            yield {"name": "GPT of width 2048"} | _measure_state(config, grid, sparsity, index, 1)[0]
 
 
-def measure_largest(setting: PrunedSetting) -> list[dict[str, Any]]:
+def measure_largest(setting: PrunedSetting) -> Iterator[dict[str, Any]]:
     """Part `largest`."""
-    grid, rows = Grid(device="cpu" if setting.cpu else None), list[dict[str, Any]]()
+    grid = Grid(device="cpu" if setting.cpu else None)
     if not setting.cpu:
         torch.cuda.set_per_process_memory_fraction(
             min(1.0, LIMIT / torch.cuda.get_device_properties(grid.device).total_memory)
@@ -171,19 +198,16 @@ def measure_largest(setting: PrunedSetting) -> list[dict[str, Any]]:
     for name, layers, hidden, samples in (("7B, 8192 tokens", 32, 4096, 4), ("13B, 2048 tokens", 40, 5120, 1)):
         config = GPTConfig(layers=layers, hidden=hidden, heads=hidden // 128, vocab=50304, max_seq_len=2048, bias=False)
         config = replace(config, **small) if setting.cpu else config
-        row: dict[str, Any] = {"part": "largest", "name": name, "sparsity": PRUNED}
-        try:
-            found, step = _measure_state(config, grid, PRUNED, "bitmap", samples, recompute="full")
-            row |= found | _time(step, grid.device, 2, samples * config.max_seq_len)
-            if grid.device.type == "cuda":
-                row["peak_gigabytes"] = torch.cuda.max_memory_allocated(grid.device) / 1e9
-                row["kernel_share"] = _profile(step)
-            del step
-        except FAILURES as error:
-            row["error"] = in_one_line(error)
-        rows.append(row)
-        empty_memory()
-    return rows
+        yield {"name": name, "sparsity": PRUNED} | _attempt(_measure_one, config, grid, samples)
+
+
+def _measure_one(config: GPTConfig, grid: Grid, samples: int) -> dict[str, Any]:
+    row, step = _measure_state(config, grid, PRUNED, "bitmap", samples, recompute="full")
+    row |= _time(step, grid.device, 2, samples * config.max_seq_len)
+    if grid.device.type == "cuda":
+        row["peak_gigabytes"] = torch.cuda.max_memory_allocated(grid.device) / 1e9
+        row["kernel_share"] = _profile(step)
+    return row
 
 
 def _time(step: Step, device: torch.device, steps: int, items: int) -> dict[str, Any]:
@@ -209,22 +233,22 @@ def _profile(step: Step) -> float:
     return sum(taken for name, taken in events if name in ("_compress", "_expand")) / sum(taken for _, taken in events)
 
 
-def measure_steps(setting: PrunedSetting) -> list[dict[str, Any]]:
-    """Part `steps`: dense and pruned, in turn; layers so wide that the host keeps up with the GPU."""
-    ranks, rows = setting.ranks or 1, list[dict[str, Any]]()
-    config = GPTConfig(layers=setting.layers, hidden=4096, heads=32, vocab=50304, max_seq_len=2048, bias=False)
-    if setting.cpu:
-        config = replace(config, layers=4, hidden=64, heads=4, vocab=256, max_seq_len=32)
-    for axis in ("data", "z", "pipe"):
-        for sparsity in (0.0, PRUNED):
-            row: dict[str, Any] = {"part": "steps", "name": f"{axis}={ranks}", "sparsity": sparsity}
-            try:
-                row |= _measure_grid(setting, config, axis, ranks, sparsity)
-            except FAILURES as error:
-                row["error"] = in_one_line(error)
-            rows.append(row)
-            empty_memory()
-    return rows
+def measure_steps(setting: PrunedSetting) -> Iterator[dict[str, Any]]:
+    """Part `steps`: dense and pruned, in turn."""
+    ranks = setting.ranks or 1
+    for width, axis, sparsity in product(setting.widths, setting.axes, (0.0, PRUNED)):
+        layers, tokens = SHAPES[width]
+        shape: dict[str, Any] = {
+            "layers": layers,
+            "hidden": width,
+            "heads": width // 128,
+            "vocab": 50304,
+            "max_seq_len": tokens,
+        }
+        if setting.cpu:
+            shape = {"layers": 4, "hidden": 64, "heads": 4, "vocab": 256, "max_seq_len": 32}
+        row = {"name": f"width {width}, {axis}={ranks}", "sparsity": sparsity}
+        yield row | _attempt(_measure_grid, setting, GPTConfig(bias=False, **shape), axis, ranks, sparsity)
 
 
 def _measure_grid(setting: PrunedSetting, config: GPTConfig, axis: str, ranks: int, sparsity: float) -> dict[str, Any]:
@@ -268,24 +292,17 @@ def _tiny() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 64, 3, stride=4), nn.BatchNorm2d(64), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
 
 
-def measure_networks(setting: PrunedSetting) -> list[dict[str, Any]]:
+def measure_networks(setting: PrunedSetting) -> Iterator[dict[str, Any]]:
     """Part `networks`: images of noise, whose labels the networks learn by heart."""
-    ranks, rows = setting.ranks or 1, list[dict[str, Any]]()
+    ranks = setting.ranks or 1
     networks: dict[str, Callable[[], nn.Module]] = {"tiny": _tiny}
     if not setting.cpu:
         from torchvision import models
 
         networks = {"WideResNet-101": models.wide_resnet101_2, "VGG-19": models.vgg19_bn}
-    for name, make in networks.items():
-        for sparsity in (0.0, PRUNED):
-            row: dict[str, Any] = {"part": "networks", "name": f"{name}, data={ranks}", "sparsity": sparsity}
-            try:
-                row |= _train_network(setting, make, ranks, sparsity)
-            except FAILURES as error:
-                row["error"] = in_one_line(error)
-            rows.append(row)
-            empty_memory()
-    return rows
+    for (name, make), sparsity in product(networks.items(), (0.0, PRUNED)):
+        row = {"name": f"{name}, data={ranks}", "sparsity": sparsity}
+        yield row | _attempt(_train_network, setting, make, ranks, sparsity)
 
 
 def _train_network(
@@ -319,7 +336,7 @@ def _train_network(
     return found | {"parameters": parameters, "megabytes_sent": sent.get("data", sent.get("batch", 0)) / 1e6}
 
 
-_MEASURES: dict[str, Callable[[PrunedSetting], list[dict[str, Any]]]] = {
+_MEASURES: dict[str, Callable[[PrunedSetting], Iterator[dict[str, Any]]]] = {
     "state": measure_curve, "largest": measure_largest, "steps": measure_steps, "networks": measure_networks,
 }  # fmt: skip
 

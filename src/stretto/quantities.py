@@ -2,6 +2,7 @@
 """Reads and writes quantities as people do: 64MiB, 50GiB/s, 200Gb/s, 700ns."""
 
 import math
+import os
 import re
 from typing import Any
 
@@ -95,6 +96,14 @@ def require_whole(where: str, value: Any, least: int = 1, most: int | None = Non
 def check_count(where: str, value: Any) -> None:
     """Raise ValueError unless a value is a whole number from 1 to MAX_COUNT."""
     require_whole(where, value, 1, MAX_COUNT)
+
+
+def read_switch(variable: str, *, default: bool = False) -> bool:
+    """Check whether an environment variable is 1, not 0; unset or empty it is the default. ValueError for others."""
+    value = os.environ.get(variable) or str(int(default))
+    if value not in ("0", "1"):
+        raise ValueError(f"the environment variable {variable} is {value!r}, but must be 0 or 1")
+    return value == "1"
 
 
 def require_least(least: int, prefix: str = "", /, **numbers: float | None) -> None:

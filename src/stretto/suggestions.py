@@ -44,6 +44,14 @@ def name_known(given: object, known: Iterable[str], verb: str = "there are") -> 
     return f"{near} {verb.capitalize()} {', '.join(names)}" if near else f": {verb} {', '.join(names)}"
 
 
+def require_known_options(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+    """ValueError for the first option given that its owner ("a GPT") does not have."""
+    for option in given:
+        if option not in known:
+            near = did_you_mean(option, known) or f": it has {', '.join(known)}"
+            raise ValueError(f"{owner} has no option {option!r}{near}")
+
+
 def did_you_mean_file(path: Path, suffixes: Collection[str] = ()) -> str:
     """The end of an error message for a path that will not do: what it is, or the most similar one in its folder.
 

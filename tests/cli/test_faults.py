@@ -116,3 +116,16 @@ def test_ctrl_c_ends_a_command_whose_modules_are_still_imported_without_a_traceb
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("stretto", run_name="__main__")
     assert ended.value.code == 128 + signal.SIGINT
+
+
+def test_ctrl_c_is_not_lost_in_an_import_that_drops_exceptions(tmp_path):
+    (tmp_path / "dropping.py").write_text(
+        "import signal\ntry:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
+    )
+    program = (
+        "import sys, types, stretto.__main__ as command; sys.modules['stretto.cli'] = cli = types.ModuleType('');"
+        "cli.main = lambda: print('went on', __import__('dropping')); command.main()"
+    )
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")

@@ -248,7 +248,8 @@ def _write_checkpoint(path: Path, config: "GPTConfig") -> Callable[[Path], Any]:
     from stretto.models import GPT
     from stretto.parallel import Grid, parallelize
     from stretto.train.checkpoint import load_checkpoint, training_state
-    from stretto.train.checkpoint.storage import AtomicWriter, StateSavePlanner
+    from stretto.train.checkpoint.storage import StateSavePlanner
+    from stretto.train.checkpoint.writing import CheckpointWriter
     from stretto.train.optimizer import ShardOptimizer
 
     model = parallelize(GPT(config), Grid(device="cpu"))
@@ -257,7 +258,7 @@ def _write_checkpoint(path: Path, config: "GPTConfig") -> Callable[[Path], Any]:
     model(tokens, tokens).backward()
     optimizer.step(0.1)
     description = {"step": 1, "torch": torch.__version__, "optimizer": "adamw", "model": {}, "run": {}, "data": {}}
-    writer = AtomicWriter(path, description, thread_count=2)
+    writer = CheckpointWriter(path, description, threads=2)
     path.parent.mkdir(parents=True)
     dcp.save(training_state(model, optimizer), storage_writer=writer, planner=StateSavePlanner())
     return lambda found: load_checkpoint(found, model, optimizer)

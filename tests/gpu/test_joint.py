@@ -70,7 +70,8 @@ def count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None = No
             patch.setenv(choices.COPIES_VARIABLE, "1")
         found = _count_wrong(operator, schedules, seed)
         name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        assert choices.signals_by_copies(name, torch.device("cuda", torch.cuda.current_device())) == is_slow
+        device = torch.device("cuda", torch.cuda.current_device())
+        assert choices.find_agreed(name, device).signals_by_copies == is_slow
     return found
 
 

@@ -3,17 +3,20 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 
 from stretto.bench.harness import empty_memory
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
 from stretto.optim.sparse import make_index
+from stretto.optim.sparse.index import make_table
 from stretto.optim.sparse.masks import pack
 from stretto.parallel import CapturedStep, Grid, no_sync, parallelize
 from stretto.train.pruning import prune
@@ -55,6 +58,40 @@ def check_kernels() -> None:
             assert torch.equal(in_place, expected)
             skip = torch.ones(1, dtype=torch.int32, device="cuda")
             assert torch.equal(index.expand(left + 1, in_place.clone(), skip=skip), expected)
+    check_many(masks[:4] * 12)
+
+
+def check_many(masks: list[torch.Tensor]) -> None:
+    """Many tensors in one launch, in whole and in parts, with one that is absent; and the number of launches."""
+    dense = [torch.randn(len(mask), device="cuda").bfloat16() for mask in masks]
+    left = torch.cat([each[mask] for each, mask in zip(dense, masks, strict=True)])
+    indices = [make_index(pack(mask), len(mask)) for mask in masks]
+    firsts = [0, *accumulate(index.count for index in indices)]
+    written = [torch.zeros_like(each) for each in dense]
+    table = make_table(indices, firsts[:-1], written)
+    assert table is not None
+    found = torch.zeros_like(left)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        table.compress(dict(enumerate(dense)), found, adds=False)
+        torch.cuda.synchronize()
+    launches = {event.key: event.count for event in profiler.key_averages() if event.key in ("_compress", "_expand")}
+    assert launches == {"_compress": 2}  # 48 tensors, whose addresses come 32 at a time
+    assert torch.equal(found, left)
+    table.compress({1: dense[1], 5: dense[5]}, found, adds=True)
+    for number in range(len(masks)):
+        part = slice(firsts[number], firsts[number + 1])
+        assert torch.equal(found[part], left[part] * (2 if number in (1, 5) else 1))
+    third = table.stop // 3
+    table.leave_out({2})
+    for first, last in ((0, third), (third, 2 * third), (2 * third, table.stop)):
+        table.expand(left[first:last], first, last)
+    for number, (each, mask) in enumerate(zip(dense, masks, strict=True)):
+        assert torch.equal(written[number], torch.where(mask, each, 0) * (number != 2)), number
+    again = torch.zeros_like(left)
+    table.read(again, 0, table.stop)
+    assert torch.equal(
+        torch.cat((again[: firsts[2]], again[firsts[3] :])), torch.cat((left[: firsts[2]], left[firsts[3] :]))
+    )
 
 
 @ONE_RANK

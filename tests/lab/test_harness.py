@@ -19,7 +19,7 @@ from stretto.cli.console import refusing_bad_input
 @pytest.mark.usefixtures("forks_processes")
 def test_ranks_give_what_rank_0_returns_and_leave_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert run_ranks(2, abs, -3) == 3
+    assert run_ranks(2, signal.getsignal, signal.SIGINT) == signal.SIG_IGN  # a terminal's, which this process handles
     assert list(tmp_path.iterdir()) == []
 
 

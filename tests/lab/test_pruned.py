@@ -2,6 +2,8 @@
 """`python -m lab pruned`, in small on the CPU: what is measured, and what is written."""
 
 import json
+from contextlib import suppress
+from unittest import mock
 
 import pytest
 from tests.lab.workloads import start_on_pool
@@ -9,11 +11,14 @@ from tests.lab.workloads import start_on_pool
 from lab.training import curves, pruned, pruned_curves
 from lab.training.pruned import PrunedSetting
 from lab.training.pruned_curves import AT_ONCE, EARLY, NEVER, PrunedCurvesSetting
+from stretto.parallel import Grid
 
 
 def test_an_unknown_part_is_refused_before_anything_is_trained():
     with pytest.raises(ValueError, match=r"largst.*largest"):
         PrunedSetting(parts=("state", "largst"))
+    with pytest.raises(ValueError, match=r"no width '1024'.*2048"):
+        PrunedSetting(widths=(1024,))
 
 
 @pytest.mark.long
@@ -28,8 +33,27 @@ def test_pruned_models_send_what_is_left(ranks, tmp_path, monkeypatch):
     assert len(rows["state"]) == 11
     dense, left = rows["steps"][:2]
     assert left["megabytes_sent"] < 0.5 * dense["megabytes_sent"]  # embeddings are not pruned
+    assert len(rows["steps"]) == 6
     dense, left = rows["networks"]
     assert left["megabytes_sent"] < 0.2 * dense["megabytes_sent"]
+
+
+def measure_until_it_fails():
+    """The rows that were kept, of a part that fails after two."""
+
+    def fail(_):
+        yield from ({"name": "one"}, {"name": "two"})
+        raise KeyError
+
+    Grid(device="cpu")
+    kept = []
+    with mock.patch.dict(pruned._MEASURES, {"state": fail}), suppress(KeyError):
+        pruned._measure_part("state", PrunedSetting(cpu=True), lambda rows: kept.append(rows[-1]["name"]))
+    return kept
+
+
+def test_rows_are_kept_as_they_come(ranks):
+    assert ranks(1).run(measure_until_it_fails) == [["one", "two"]]
 
 
 @pytest.mark.exhaustive

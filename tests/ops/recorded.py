@@ -218,7 +218,7 @@ def patch_embedding() -> None:
     for module in (forward, backward, output_ring):
         module.find_kept = find_kept  # type: ignore[attr-defined]
     placement.find_known = find_kept  # type: ignore[attr-defined]
-    scheduled.find_nodes = lambda *_: ()  # type: ignore[attr-defined, assignment]
+    scheduled.find_agreed = lambda *_: SimpleNamespace(nodes=())  # type: ignore[attr-defined, assignment]
     backward.is_kept = lambda *_: True  # type: ignore[attr-defined]
     for module in (backward, output_ring):
         module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)  # type: ignore[attr-defined]

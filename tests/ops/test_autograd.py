@@ -139,9 +139,10 @@ def misuse_conventions():
         ops.matmul_all_reduce(x, weight, grad_convention="megatron")
     with pytest.raises(ValueError, match=r"ranks of a group make the same calls.*replicated-loss"):
         ops.matmul_all_reduce(x, weight, grad_convention=("sum-of-losses", "replicated-loss")[dist.get_rank()])
-    loss = ops.matmul_all_reduce(x, weight, grad_convention="replicated-loss").square().sum()
-    with pytest.raises(NotImplementedError, match="no second derivatives"):
-        torch.autograd.grad(loss, x, create_graph=True)
+    for invariant in (False, True):
+        out = ops.matmul_all_reduce(x, weight, grad_convention="replicated-loss", invariant=invariant)
+        with pytest.raises(NotImplementedError, match="no second derivatives"):
+            torch.autograd.grad(out.square().sum(), x, create_graph=True)
 
 
 def test_conventions_that_there_are_not_or_that_ranks_mix_are_refused(interpret):

@@ -283,7 +283,7 @@ def ask_wrongly():
                 operator(*arguments)
         with pytest.raises(ValueError, match=r"a bias for weight \[6, 8\] is \[6\], not \[5\]"):
             operator(x, weight, bias=torch.zeros(5))
-    with pytest.raises(ValueError, match="2 ranks do not divide x's 3 rows: 4 rows will do"):
+    with pytest.raises(ValueError, match="2 ranks do not divide x's first dim, 3: 4 will do"):
         ops.matmul_reduce_scatter(x[:3], weight)
     with pytest.raises(ValueError, match=r"travel in torch.float32 or torch.float32, not torch.bfloat16"):
         ops.matmul_reduce_scatter(x, weight, reduce_dtype=torch.bfloat16)

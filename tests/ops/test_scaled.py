@@ -43,7 +43,7 @@ ERRORS = {
     "bias": "a bias is [6] of torch.bfloat16 on cpu, not [6] of torch.float32",
     "out_dtype": "returns torch.bfloat16, torch.float16, torch.float32, not torch.float64",
     "reduce_dtype": "partial sums of torch.bfloat16 travel in torch.bfloat16 or torch.float32, not torch.float16",
-    "rows": "2 ranks do not divide x's 3 rows",
+    "rows": "2 ranks do not divide x's first dim, 3",
     "gradients": "has no gradients",
     "steps": "k of blocks for fp8 is 32 or more, not 16",
     "tuned k": "scaled_matmul_all_reduce: k of fp8 operands is a multiple of 16, not 24",

@@ -240,14 +240,28 @@ def test_code_that_would_be_silently_wrong_is_refused(ranks):
         assert "scale is torch.complex64, but parameters must be real" in messages[7]
 
 
+class Residual(nn.Module):
+    """All parameters are in blocks; the sum is outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
 def bits_in_bf16() -> float:
     grid = Grid(z=2)
+    assert parallelize(make(Residual), grid, dtype=torch.bfloat16)(batch()).dtype == torch.bfloat16
     right = make(Quantized)(batch())
     found = parallelize(make(Quantized), grid, dtype=torch.bfloat16)(batch())
     return distance(found.double(), right)
 
 
-def test_integers_stay_integers_where_the_model_computes_in_bf16(ranks):
+def test_a_models_inputs_are_cast_to_bf16_and_integers_stay_integers(ranks):
     assert max(ranks(2).run(bits_in_bf16)) < 0.02
 
 
@@ -290,20 +304,25 @@ def test_ranks_that_use_different_layers_raise(ranks, width):
 
 
 def test_a_module_that_nothing_initializes_is_named(ranks):
-    for message in ranks(2).run(build_on_meta):
-        assert "the model (Bare) is on the meta device and has no reset_parameters" in message
-        assert "(scale)" in message
+    for messages in ranks(2).run(build_on_meta):
+        for message, held in zip(messages, ("(scale)", "(places)"), strict=True):
+            assert "the model (Bare) is on the meta device and has no reset_parameters" in message
+            assert held in message
 
 
 class Bare(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("places", torch.arange(WIDTH))
 
 
-def build_on_meta() -> str:
+def build_on_meta() -> list[str]:
     with torch.device("meta"):
         model = Bare()
-    with pytest.raises(ValueError) as error:
-        parallelize(model, Grid(z=2))
-    return str(error.value)
+    messages = []
+    for seed in (0, None):  # None: parameters are loaded afterwards, and only buffers need a value
+        with pytest.raises(ValueError) as error:
+            parallelize(model, Grid(z=2), seed=seed)
+        messages.append(str(error.value))
+    return messages

@@ -57,6 +57,9 @@ class Sink:
     def complete(self, parameter: nn.Parameter) -> None:
         pass
 
+    def end_pass(self) -> None:
+        pass
+
     def finish(self) -> None:
         pass
 

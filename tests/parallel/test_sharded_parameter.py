@@ -3,11 +3,13 @@
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import init
@@ -44,6 +46,32 @@ def initialize_again(p: Tensor) -> None:
     linear = nn.Linear(p.shape[1], p.shape[0], bias=False, device="meta")
     linear._parameters["weight"] = p
     linear.reset_parameters()
+
+
+def gradient_of(p: Tensor) -> Tensor:
+    p.grad = None
+    with torch.enable_grad():
+        total = p.square().sum()
+        (total.full_tensor() if isinstance(total, DTensor) else total).backward()
+    assert p.grad is not None
+    p.grad.copy_(2 * p.detach())  # of which a wire in bf16 has rounded the last bits
+    return p.grad
+
+
+def clip_by_hand(p: Tensor) -> None:
+    total = gradient_of(p).data.norm(2).item() ** 2 + torch._foreach_norm([p.grad])[0].item() ** 2
+    for gradient in (p.grad, p.grad.detach()):
+        gradient.mul_(1 / total)
+    p.sub_(p.grad, alpha=float((p.grad * 2).abs().max()))
+    p.grad = None
+
+
+def add_noise_to_gradient(p: Tensor) -> None:
+    gradient = gradient_of(p)
+    gradient.add_(torch.randn_like(gradient))
+    gradient[1] = 0
+    p.sub_(p.grad)
+    del p.grad
 
 
 def seeded(initialize: Callable[..., Any], *arguments: Any) -> Callable[[Tensor], None]:
@@ -96,6 +124,10 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "AdamW": step_of(torch.optim.AdamW),
     "fused SGD": step_of(torch.optim.SGD, momentum=0.9, fused=True),
     "fused Adagrad": step_of(torch.optim.Adagrad, fused=True),
+    "p / p.norm().item()": lambda p: p.div_(p.norm().item() + float(p.mean()) + p.count_nonzero().item()),
+    "renorm": lambda p: p.copy_(torch.renorm(p, 2, 0, 0.1)),
+    "clipped by hand": clip_by_hand,
+    "noise on a gradient": seeded(add_noise_to_gradient),
     "two writes to a view": write_twice_to_a_view,
     "a view that is read after a write": write_what_a_view_shows,
 }
@@ -105,7 +137,11 @@ def check_copies(p: Tensor) -> None:
     """Copies, in memory and in files, are of the shard alone, and stay DTensors."""
     for tensor in (p.detach(), p):
         file = io.BytesIO()
-        torch.save(tensor, file)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            torch.save(tensor, file)
+        warned = [each for each in warned if "this rank's shards alone" in str(each.message)]
+        assert bool(warned) == (tensor.to_local().shape != tensor.shape)  # what is in it is not the weight
         file.seek(0)
         for other in (torch.load(file, weights_only=tensor is not p), copy.deepcopy(tensor)):
             assert isinstance(other, DTensor)
@@ -164,3 +200,22 @@ def tied_gpt() -> nn.Module:
 )
 def test_every_edit_of_a_weight_is_made_as_in_plain_pytorch(ranks, count, sizes, options, make, name):
     assert ranks(count).run(differences, sizes, options, make, name) == [[]] * count
+
+
+def steps_skipped_for_one_experts_infinity() -> float:
+    model: Any = GPT(
+        GPTConfig(layers=1, hidden=8, heads=2, vocab=13, max_seq_len=8, num_experts=2, experts_per_token=1)
+    )
+    parallelize(model, Grid(data=2, expert=2))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    tokens = torch.arange(8).view(1, 8)
+    scaler.scale(model(tokens, tokens)).backward()
+    if dist.get_rank() == 1:
+        model.blocks[0].mlp.experts.down_proj.grad.to_local()[0, 0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+def test_all_ranks_skip_a_step_for_an_infinity_of_one_ranks_expert(ranks):
+    assert ranks(2).run(steps_skipped_for_one_experts_infinity) == [1.0, 1.0]

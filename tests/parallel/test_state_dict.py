@@ -49,8 +49,10 @@ def loaded(sizes: Sizes) -> tuple[bool, bool, list[str]]:
 
     def is_equal() -> bool:
         named = dict(plain.named_parameters())
+        entries = model.state_dict()  # of fused parameters, too
         return torch.equal(model.scale, plain.scale) and all(
-            torch.equal(gather(parameter), named[name]) for name, parameter in model.named_parameters()
+            torch.equal(gather(parameter), named[name]) and torch.equal(gather(entries[name]), named[name])
+            for name, parameter in model.named_parameters()
         )
 
     model.load_state_dict(plain.state_dict())

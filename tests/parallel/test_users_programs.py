@@ -156,6 +156,10 @@ def refusals(sizes: dict[str, int]) -> dict[str, str]:
     for block in nested:
         parallelize(block, grid)
     found["nested"] = message_of(lambda: parallelize(nested, grid))
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+    found["scripted"] = message_of(lambda: parallelize(scripted, grid))
+    found["scripted whole"] = message_of(lambda: parallelize(torch.jit.script(chain()), grid))
+    found["penalty"] = message_of(lambda: early(x).sum() + sum(p.abs().sum() for p in early.parameters()))
     found["fully_shard"] = message_of(lambda: parallelize(fully_shard(chain()), grid))
     found["a list as a block"] = message_of(lambda: parallelize(Encodes(), grid, blocks=["layers"]))
     torch.manual_seed(0)
@@ -184,6 +188,9 @@ def test_programs_that_would_be_silently_wrong_are_refused_with_what_to_do(ranks
         assert "has no method 'fovard'; did you mean 'forward'?" in messages["no method"]
         assert "this SGD was made before stretto.parallelize" in messages["optimizer made before"]
         assert "0.weight of this Sequential is on a grid already" in messages["nested"]
+        assert "0 is a RecursiveScriptModule" in messages["scripted"]
+        assert "the model is a RecursiveScriptModule" in messages["scripted whole"]
+        assert "take the penalty's .full_tensor()" in messages["penalty"]
         assert "0.weight of this FSDPSequential is a DTensor" in messages["fully_shard"]
         assert "compiled autograd (torch._dynamo.config.compiled_autograd) cannot" in messages["compiled autograd"]
         assert "layers (ModuleList) has no forward" in messages["a list as a block"]

@@ -62,6 +62,17 @@ def test_features_are_split_permuted_joined_and_empty(library: ModuleType) -> No
     nothing = kind(keys=["a"], values=torch.tensor([]), lengths=torch.tensor([], dtype=torch.int32))
     assert (nothing["a"].lengths().numel(), nothing.stride()) == (0, 0)
     assert bags(found.to(torch.device("cpu"))) == BAGS
+    assert (kind.empty_like(found).keys(), kind.empty_like(found).stride()) == ([], 3)
+    known = kind(keys=["a", "b"], values=torch.arange(3.0), lengths=torch.tensor([1, 2]), length_per_key=[1, 2])
+    assert (known.offset_per_key(), known["b"].values().tolist()) == ([0, 1, 3], [1.0, 2.0])
+
+
+def test_strings_show_values_and_weights_by_feature(library: ModuleType) -> None:
+    found, kind = features(library), library.JaggedTensor
+    shown = '"values": [[4.0], [5.0], [6.0, 7.0, 8.0]],\n{0}"weights": [[1.0], [0.5], [1.0, 1.0, 1.5]]\n'
+    assert str(found["index_1"]) == f"JaggedTensor({{\n    {shown.format('    ')}}})\n"
+    assert f'    "index_1": {{\n        {shown.format("        ")}    }}\n}})\n' in str(found)
+    assert str(kind(torch.ones(2), lengths=torch.tensor([0, 2]))) == "JaggedTensor({\n    [[], [1.0, 1.0]]\n})\n"
 
 
 def test_slices_are_padded_and_cut(library: ModuleType) -> None:
@@ -73,6 +84,10 @@ def test_slices_are_padded_and_cut(library: ModuleType) -> None:
     assert padded.tolist() == [[[0.0, 0.0]], [[0.0, 1.0]], [[2.0, 3.0]]]
     (gradient,) = torch.autograd.grad(padded.sum(), rows.values())
     assert gradient.tolist() == [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]
+    assert one.to_padded_dense_weights(1).tolist() == [[1.0], [0.5], [1.0]]
+    cut = library.JaggedTensor.from_dense_lengths(torch.arange(6).view(2, 3), torch.tensor([1, 2]))
+    assert (cut.values().tolist(), cut.lengths().tolist()) == ([0, 3, 4], [1, 2])
+    assert library.JaggedTensor.empty().values().numel() == 0
     dense = library.JaggedTensor.from_dense([torch.tensor([1.0]), torch.tensor([]), torch.tensor([7.0, 8.0])])
     assert (dense.lengths().tolist(), dense.values().tolist()) == ([1, 0, 2], [1.0, 7.0, 8.0])
 
@@ -86,6 +101,9 @@ def test_vectors_are_found_and_regrouped_by_name(library: ModuleType) -> None:
     first, second = kind.regroup([one, other], [["a", "d"], ["c"]])
     assert torch.equal(first, torch.cat([parts[0], parts[3]], 1))
     assert torch.equal(second, parts[2])
+    assert torch.equal(
+        kind.regroup_as_dict([one, other], [["a"], ["d", "c"]], ["u", "v"])["v"], torch.cat([parts[3], parts[2]], 1)
+    )
     rows = kind.from_tensor_list(["x", "y"], [torch.ones(1, 2), torch.zeros(2, 2)], key_dim=0, cat_dim=0)
     assert torch.equal(rows.to_dict()["y"], torch.zeros(2, 2))
 
@@ -112,6 +130,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"lengths": torch.tensor([2, 0, 1, 1, 1, 3]), "stride": 2}, "2 keys of 2 samples have 4 bags, but .* describe 6"),
     ({"lengths": torch.tensor([4, 4]), "weights": torch.ones(2)}, "8 values and 2 weights: give one for each"),
     ({"lengths": torch.tensor([4, 4]), "keys": ["a", "a"]}, "each feature has one key, once"),
+    ({"lengths": torch.tensor([4, 4]), "length_per_key": [4, 3]}, "where each of 2 keys begins, and 8, the number of"),
     ({"lengths": torch.tensor([4, 4]), "stride_per_key_per_rank": [[1], [1]]}, "a batch size of each feature's own"),
 ]
 

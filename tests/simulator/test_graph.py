@@ -68,24 +68,6 @@ def test_a_network_can_run_several_graphs_one_after_another():
     assert execute(graph, network).makespan == execute(graph, network).makespan == pytest.approx(2e-6)
 
 
-def test_a_cycle_is_named():
-    builder = GraphBuilder()
-    first = builder.compute(0, 1e-6, name="forward")
-    second = builder.message(0, 1, 8, after=[first], name="send")
-    third = builder.compute(1, 1e-6, after=[second])
-    builder.depend(first, third)
-    with pytest.raises(ValueError, match=r"in a cycle: 0 \(forward\) -> 1 \(send\) -> 2 -> 0 \(forward\)"):
-        builder.build()
-
-
-def test_a_dependency_on_a_later_operation_is_no_cycle():
-    builder = GraphBuilder()
-    early = builder.compute(0, 1e-6)
-    late = builder.compute(1, 2e-6)
-    builder.depend(early, late)
-    assert execute(builder.build(), ClosedFormNetwork(PAIR)).ends == pytest.approx([3e-6, 2e-6])
-
-
 @pytest.mark.parametrize(
     ("add", "message"),
     [

@@ -169,8 +169,8 @@ class PrunedWeightsCase(StressCase):
         dense, index = self._dense[entry], self._index
         left, wide = dense.new_empty(index.count), torch.zeros_like(dense)
         for adds in (False, True):
-            index.launch_compress(dense, left, 0, index.count, adds)
-        index.launch_expand(left, wide, 0, index.count, [])
+            index.launch_compress(dense, left, adds)
+        index.launch_expand(left, wide, [])
         return [Check(one, right) for one, right in zip((left, wide), self._expected[entry], strict=True)]
 
 

@@ -4,13 +4,14 @@
 import warnings
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
-from stretto.optim.sparse import Masks
+from stretto.optim.sparse import Masks, index
 from stretto.optim.state.loss_scale import LossScaleOptions
 from stretto.parallel import Grid, Pipeline, count_collectives, no_sync, parallelize
 from stretto.parallel.layout import gather, layout_of, place_like
@@ -178,10 +179,43 @@ def train_bank(sizes: dict[str, int]) -> dict[str, Any]:
             for key in (None, "momentum_buffer"):
                 tensor = stored.read_later(name, key)().clone()
                 found[f"{name}.{key}"] = gather(place_like(tensor, parameter), layout_of(parameter))
+            shard = parameter.to_local().float()
+            found[f"{name} computed with"] = gather(place_like(shard, parameter), layout_of(parameter))
         results.append(found)
         numbers = stored.store.layout.places
     equal = all(torch.equal(results[0][key], results[1][key]) for key in results[0])
     return {"equal": equal, "sent": sent, "shares": [place.size for place in numbers], "changed": len(results[0])}
+
+
+def train_bank_by_kernels(sizes: dict[str, int]) -> dict[str, Any]:
+    """`train_bank` with the interpreted kernels."""
+    with mock.patch.object(index, "runs_kernels", return_value=True):
+        return train_bank(sizes)
+
+
+def count_launches() -> list[int]:
+    """Launches after the backward passes of two micro-batches, the first under `no_sync`; none is run."""
+    from stretto.optim.sparse import kernels
+
+    launched: list[Any] = []
+    with (
+        mock.patch.object(index, "runs_kernels", return_value=True),
+        mock.patch.object(kernels, "launch_cached", lambda kernel, *_, **__: launched.append(kernel)),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        model = parallelize(Bank(), Grid(device="cpu"), dtype=torch.bfloat16, blocks=["layers.*"])
+        masks = prune(model, 0.5)
+        StoredOptimizer(
+            model, Grid(device="cpu"), sgd_update(), name="sgd", options=StateOptions("device"), masks=masks
+        )
+        launched.clear()
+        counts = []
+        for is_last in (False, True):
+            with nullcontext() if is_last else no_sync(model):
+                model(torch.ones(2, 40)).backward()
+            counts.append(len(launched))
+    return counts
 
 
 class Convolutions(nn.Sequential):

@@ -24,8 +24,9 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
 from stretto.train.checkpoint import checkpoint_path, load_checkpoint, training_state
 from stretto.train.checkpoint import metadata as metadata_module
-from stretto.train.checkpoint import storage as checkpoint_storage
+from stretto.train.checkpoint import writing as checkpoint_writing
 from stretto.train.checkpoint.integrity import seal
+from stretto.train.checkpoint.storage import StateSavePlanner
 from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig, config_to_toml, make_config
 from stretto.train.data import Sampler
@@ -194,7 +195,7 @@ def as_format_1(checkpoint: Path) -> None:
 
 
 def save_with_a_small_index(out: Path, max_bytes: int) -> str:
-    with mock.patch.object(checkpoint_storage, "MAX_METADATA_BYTES", max_bytes):
+    with mock.patch.object(checkpoint_writing, "MAX_METADATA_BYTES", max_bytes):
         try:
             save_steps(out, [1], keep=1)
         except OSError as error:
@@ -245,7 +246,7 @@ def save_in_a_thread(out: Path, writers: int) -> None:
     model, optimizer, _ = sharded(make_gpt, {"x": 2}, seed=1)
     group = torch.distributed.new_group(backend="gloo")
     description = {"step": 1, "torch": "", "optimizer": "adamw", "model": {}, "run": {}, "data": {}}
-    writer = checkpoint_storage.AtomicWriter(checkpoint_path(out, 1), description, thread_count=writers)
+    writer = checkpoint_writing.CheckpointWriter(checkpoint_path(out, 1), description, threads=writers)
     failed: list[BaseException] = []
 
     def save_now() -> None:
@@ -253,7 +254,7 @@ def save_in_a_thread(out: Path, writers: int) -> None:
             dcp.save(
                 training_state(model, optimizer),
                 storage_writer=writer,
-                planner=checkpoint_storage.StateSavePlanner(),
+                planner=StateSavePlanner(),
                 process_group=group,
             )
         except BaseException as error:  # noqa: BLE001  (it is raised below)

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.pruned import ROWS, SHAPE, Bank, odd_masks, train_bank, train_both, train_convolutions
+from tests.train.pruned import (
+    ROWS,
+    SHAPE,
+    Bank,
+    count_launches,
+    odd_masks,
+    train_bank,
+    train_bank_by_kernels,
+    train_both,
+    train_convolutions,
+)
 from tests.train.runs import metrics_of
 from tests.train.test_stored_optimizer import GRIDS_OF_8, configure, differences, run_all, weights_of
 from torch import nn
@@ -229,6 +239,17 @@ def give_other_masks(kind: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def test_a_micro_batchs_gradients_are_compressed_by_its_end(ranks: Any) -> None:
+    """By one launch, after one that notes their addresses: a graph of it may be replayed."""
+    assert ranks(1).run(count_launches) == [[2, 4]]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}])
+def test_kernels_give_the_bits_too(interpret: Any, sizes: dict[str, int]) -> None:
+    assert all(found["equal"] for found in interpret(2, train_bank_by_kernels, sizes))
 
 
 @pytest.mark.long

@@ -96,9 +96,14 @@ def launch_rounding(name: str, *arguments: torch.Tensor) -> Launch:
 
 
 def launch_sparse(name: str) -> Launch:
-    half, index = FLOATS.bfloat16(), sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS)
-    flags, last = ((WORDS, WORDS), (True, 1)) if name == "_expand" else ((), (True, 128, 1))
-    arguments = half, index, half, *flags, 4096, 8, 90, 1, *last
+    half, tensors = FLOATS.bfloat16(), sparse_kernels.TensorPlaces(LONGS, LONGS, LONGS)
+    index = sparse_kernels.Bitmap(FLOATS.to(torch.uint8), WORDS, LONGS, tensors)
+    numbers = 4096, 8, 90, 1, 2, 5
+    arguments: tuple[Any, ...] = {
+        "_compress": (half, index, half, *numbers, True, 128, 1),
+        "_expand": (half, index, half, (WORDS, WORDS), *numbers, False, 1),
+        "_note_addresses": (LONGS, 3, (1 << 62,) * 32, 32),
+    }[name]
     return Launch(getattr(sparse_kernels, name), arguments, {"num_warps": 1})
 
 
@@ -336,7 +341,10 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
     "train.bit_hash_kernel._add_hash": launch_hash,
-    **{f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name) for name in ("_compress", "_expand")},
+    **{
+        f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
+        for name in ("_compress", "_expand", "_note_addresses")
+    },
     "optim.state.kernels._adamw_mixed": launch_mixed_adamw,
     "optim.state.kernels._join": lambda: launch_rounding("_join", FLOATS.bfloat16(), WORDS.to(torch.int16), FLOATS),
     "optim.state.kernels._round": lambda: launch_rounding("_round", FLOATS, FLOATS.bfloat16(), WORDS.to(torch.int16)),
@@ -387,6 +395,7 @@ def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():
 def test_pruned_rows_are_permuted_in_registers_and_no_warp_waits_for_another():
     ptx = compile_ptx("optim.sparse.kernels._expand")
     assert ptx.count("prmt.b32") >= 16
+    assert ptx.count("st.global.wb.v4.b32") == 4  # of one in a table, whatever its end
     assert "bar.sync" not in ptx
     assert "st.shared" not in ptx
 

@@ -4,33 +4,41 @@
 import gc
 import json
 import os
+import signal
 import socket
 import statistics
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 
 from stretto.atomic_files import write_atomically
 from stretto.cluster.detection import count_gpus, machine_kind
 from stretto.launch import allocator_environment, changed_environment, loopback_environment, rank_variables
 from stretto.launch.failures import RanksFailed, describe_signal
+from stretto.launch.supervisor import STOP_SIGNALS
+from stretto.launch.watching.joining import end_with_parent
 from stretto.memory import allocated_bytes, shared_gpus
 from stretto.memory.mps import has_mps, mps_daemon, share_for
 
 TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+_SECONDS_TO_END = 5  # of ranks that are ended by SIGTERM, before they are killed
 
 # Errors that fail one run but not the bench: invalid options, out of memory, and unsupported compilation.
 FAILURES = (ValueError, RuntimeError, AssertionError, AttributeError, TypeError, NotImplementedError)
@@ -151,6 +159,7 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
         os.environ.update(allocator_environment())
     job = uuid.uuid4().hex
     with (
+        _StopSignals().handling() as signals,
         tempfile.TemporaryDirectory(prefix="stretto-bench-") as folder,
         socket.create_server(("127.0.0.1", 0), backlog=max(128, 2 * ranks)) as listener,
     ):
@@ -158,24 +167,22 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
         store = dist.TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        try:
+        variables = [loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)]
+        with _hiding_interrupts():
             context = start_processes(
                 "bench",
                 _call_and_leave,
-                args=dict.fromkeys(range(ranks), (entry, *args)),
-                envs={rank: loopback_environment() | rank_variables(rank, ranks, port, job) for rank in range(ranks)},
+                args=dict.fromkeys(range(ranks), (os.getpid(), entry, *args)),
+                envs=dict(enumerate(variables)),
                 logs_specs=DefaultLogsSpecs(log_dir=folder),
             )
-            try:
-                result = context.wait(period=0.1)
-            finally:
-                context.close()
-        except SignalException as error:  # which torch makes of Ctrl-C and SIGTERM
-            print(f"stretto: stopped by {error.sigval.name}", file=sys.stderr)
-            raise SystemExit(128 + error.sigval) from None
+        try:
+            with signals.raising():
+                while (result := context.wait(timeout=0.1, period=0.1)) is None:
+                    signals.check()
         finally:
+            context.close(timeout=_SECONDS_TO_END)
             del store
-    assert result is not None  # without a time limit it waits until all have ended, or one has failed
     if result.is_failed():
         first = min(result.failures.values(), key=lambda failure: (failure.exitcode >= 0, failure.timestamp))
         how = describe_signal(-first.exitcode) if first.exitcode < 0 else "its traceback is above"
@@ -183,7 +190,73 @@ def run_ranks(ranks: int, entry: Callable[..., Any], *args: Any, trains: bool = 
     return result.return_values[0]
 
 
-def _call_and_leave(entry: Callable[..., Any], *args: Any) -> Any:
+class _StopSignals:
+    """SIGINT, SIGTERM and SIGHUP while ranks run: recorded, and raised as SystemExit where that leaves nothing behind.
+
+    `check` raises what a destructor or a callback has dropped. A second signal does not interrupt the end of the ranks.
+    """
+
+    def __init__(self) -> None:
+        self._received: signal.Signals | None = None
+        self._raises = False
+
+    @contextmanager
+    def handling(self) -> Iterator["_StopSignals"]:
+        """Handle them in the block, and raise at its end what came too late. Outside the main thread none come."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self._note)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self.check()
+
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        self._raises = True
+        try:
+            self.check()
+            yield
+        finally:
+            self._raises = False
+
+    def check(self) -> None:
+        if self._received is not None:
+            self._raises = False
+            print(f"stretto: stopped by {self._received.name}", file=sys.stderr)
+            raise SystemExit(128 + self._received)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or signal.Signals(number)
+        if self._raises:
+            self.check()
+
+
+@contextmanager
+def _hiding_interrupts() -> Iterator[None]:
+    """Processes started in the block do not get a terminal's Ctrl-C until `_call_and_leave`; torch handles no signals.
+
+    They inherit the blocked signal, which waits for this process until the end of the block.
+    """
+    resource_tracker.ensure_running()  # or its start would unblock the signal
+    with changed_environment({"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _call_and_leave(parent: int, entry: Callable[..., Any], *args: Any) -> Any:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the parent ends its ranks
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    end_with_parent(parent)
     try:
         return entry(*args)
     finally:

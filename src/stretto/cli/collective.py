@@ -176,7 +176,7 @@ def verify_(
         given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
         answers = {}
         for name in names:
-            schedule = load_schedule(name, given, max_file_bytes)
+            schedule = load_schedule(name, given, max_file_bytes, ("slots",))
             found = verify(schedule, slots=slots, waive=waive or ())
             over = [] if known_limits is None else exceeded_limits(schedule, known_limits)
             answers[name] = asdict(found) | {"ok": found.ok and not over, "errors": [*found.errors, *over]}
@@ -422,7 +422,7 @@ def run(
         from stretto.collectives.host_trial import plan_trial
 
         given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
-        schedule = load_schedule(name, given, max_file_bytes)
+        schedule = load_schedule(name, given, max_file_bytes, ("slots", "in_place"))
         plan_trial(schedule, size, dtype, reduction, in_place)  # refused before it is verified and torch is imported
         found = verify(schedule, slots=slots, waive=waive or ())
         if found.ok:

@@ -84,7 +84,7 @@ def simulate(
 
         num_bytes = read_bytes(size)
         given = Compilation(ranks, nodes, gpus, in_place, set_, slots=slots)
-        schedule = load_schedule(name, given, max_file_bytes)
+        schedule = load_schedule(name, given, max_file_bytes, ("slots",))
         machine = MachineCosts.find(costs)
         if topology is None:
             if bandwidth is not None or latency is not None:

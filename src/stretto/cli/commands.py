@@ -69,6 +69,20 @@ class Command(TyperCommand):
         write_help(self, ctx, formatter)
 
 
+def refuse_options(context: typer.Context, what: str, *names: str) -> None:
+    """Raise ValueError for parameters with these Python names on the command line: they mean nothing to `what`."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    on_line = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    given = [_shown_name(each).strip("'") for each in context.command.params if each.name in on_line]
+    if given:
+        raise ValueError(f"{', '.join(given)} is no option of {what}; leave it out")
+
+
+def allow_only(context: typer.Context, what: str, *names: str) -> None:
+    """Raise ValueError for parameters on the command line without these Python names, and not --json."""
+    refuse_options(context, what, *context.params.keys() - {*names, "as_json"})
+
+
 def _shown_name(parameter: Any) -> str:
     return repr(parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar or parameter.name)
 

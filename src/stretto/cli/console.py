@@ -39,9 +39,13 @@ def print_any_text() -> None:
 
 
 def fail(message: str, status: int, *, as_json: bool) -> typer.Exit:
-    """Print an error, and return the exception that ends the command with `status`."""
+    """Print an error, and return the exception that ends the command with `status`.
+
+    A file's control characters, which it may quote, are escaped: they could steer a terminal.
+    """
+    shown = "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in message)
     with suppress(OSError):  # its reader may have exited
-        print(f"stretto: {message}", file=sys.stderr, flush=True)
+        print(f"stretto: {shown}", file=sys.stderr, flush=True)
     if as_json:
         print_json({"error": message})
     return typer.Exit(status)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from stretto.cli.commands import allow_only
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.quantities import require_least
 
@@ -34,6 +35,7 @@ class Finding(NamedTuple):
 
 
 def doctor(
+    call: typer.Context,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Call kernels at random for half a minute, and check all results.")
     ] = False,
@@ -56,6 +58,11 @@ def doctor(
     Compiles the backend's C++ part where that has not been done. Starts ranks and measures only with --kernels or
     --preflight. In a rank that torchrun, srun or another launcher has started, --preflight measures with all its ranks.
     """
+    with refusing_bad_input(as_json=as_json):
+        if kernels:
+            allow_only(call, "--kernels", "kernels", "ranks")
+        elif not preflight:
+            allow_only(call, "doctor without --kernels or --preflight")
     if kernels:
         _check_kernels(2 if ranks is None else ranks, as_json=as_json)
         return

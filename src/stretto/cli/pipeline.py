@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from stretto.atomic_files import require_writable
-from stretto.cli.commands import App
+from stretto.cli.commands import App, refuse_options
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.suggestions import did_you_mean_file, name_known
 
@@ -43,6 +43,7 @@ ExtraWarmUp = Annotated[
 
 @app.command()
 def show(
+    call: typer.Context,
     name: Name,
     pipe: Pipe = None,
     micro_batches: MicroBatches = None,
@@ -82,8 +83,10 @@ def show(
     with refusing_bad_input(as_json=as_json):
         if out is not None and out.suffix.lower() not in (".png", ".svg"):
             raise ValueError(f"a picture is a .png or .svg file, not {out.name!r}")
-        if name != MESSAGE_DRIVEN and (limit is not None or serve_first is not None):
-            raise ValueError(f"--limit and --serve-first are of {MESSAGE_DRIVEN}, not of {name}")
+        if name != MESSAGE_DRIVEN:
+            refuse_options(call, f"{name}, but of {MESSAGE_DRIVEN}", "limit", "serve_first")
+        if not jitter:
+            refuse_options(call, "times without --jitter", "seed")
         for path, option in ((out, "--out"), (csv, "--csv")):
             if path is not None:
                 require_writable(path, option)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from stretto.cli.commands import allow_only, refuse_options
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.cli.plan_tables import plan_dlrm, print_formulas, print_inference, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
@@ -49,6 +50,7 @@ _of_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def plan(
+    call: typer.Context,
     config: ConfigFile = None,
     model: Model = None,
     cluster: ClusterName = None,
@@ -161,29 +163,23 @@ def plan(
     - stretto plan --inference --model llama-3-8b --cluster dgx-h200 --prompt 2048 --context 1024 --batch 64 --tpot 20ms
     """
     if inference:
-        of_training = {"CONFIG.toml": config, "--seq-len": seq_len, "--optimizer": optimizer, "--pipe": pipe}
-        of_training |= {"--documents": documents}
-        of_training |= {"--recompute": recompute, "--expert": expert, "--memory": memory, "--reshard": reshard}
         requests = {"model": model, "cluster": cluster, "prompt": prompt, "context": context, "batch": batch}
         with refusing_bad_input(as_json=as_json):
-            _refuse_others("--inference", of_training)
+            allow_only(call, "--inference", *requests, "inference", "gpus", "tpot", "dtype", "top")
             _plan_inference(requests, gpus, tpot, dtype or "bf16", top, as_json=as_json)
         return
     with refusing_bad_input(as_json=as_json):
-        _refuse_others("a training plan; --inference takes them", {"--prompt": prompt, "--tpot": tpot})
+        refuse_options(call, "a training plan; --inference takes it", "prompt", "tpot")
         dlrm = None if config is None else _find_dlrm(config)
         if dlrm is not None:
-            of_grids = {"--model": model, "--batch": batch, "--seq-len": seq_len, "--dtype": dtype, "--pipe": pipe}
-            of_grids |= {
-                "--documents": documents,
-                "--optimizer": optimizer,
-                "--recompute": recompute,
-                "--memory": memory,
-                "--context": context,
-            }
-            _refuse_others("a DLRM's plan, which takes --cluster, --gpus, --explain and --json", of_grids)
+            what = "a DLRM's plan, which takes --cluster, --gpus, --explain and --json"
+            allow_only(call, what, "config", "cluster", "gpus", "explain")
             plan_dlrm(dlrm, cluster, gpus, explain=explain, as_json=as_json)
             return
+        if as_json:
+            refuse_options(call, "--json, which has all plans", "top", "explain")
+        if modes:
+            refuse_options(call, "--modes, which shows one grid", "top")
         given: dict[str, Any] = {
             "gpus": gpus,
             "batch": batch,
@@ -256,12 +252,6 @@ def _find_dlrm(path: Path) -> "DLRMTrainConfig | None":
 
     config = load_config(path)
     return config if isinstance(config, DLRMTrainConfig) else None
-
-
-def _refuse_others(what: str, given: dict[str, Any]) -> None:
-    """Raise ValueError for options that a kind of plan does not take."""
-    if found := [name for name, value in given.items() if value is not None]:
-        raise ValueError(f"{', '.join(found)} is no option of {what}; leave it out")
 
 
 def _plan_inference(

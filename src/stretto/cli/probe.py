@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.atomic_files import require_writable
+from stretto.cli.commands import refuse_options
 from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 
 def probe(
+    call: typer.Context,
     out: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path("cluster.toml"),
     ranks: Annotated[
         int | None, typer.Option(help="Number of processes (default: the number of GPUs, or of cores without GPUs).")
@@ -39,6 +41,8 @@ def probe(
     with refusing_bad_input(as_json=as_json):
         if dtype not in (None, "bf16", "fp16", "fp32", "fp64"):
             raise ValueError(f"--dtype is {dtype!r}, but must be bf16, fp16, fp32 or fp64")
+        if not model:
+            refuse_options(call, "probe without --model", "batch", "seq_len")
         require_writable(out, "--out")
 
         from stretto.cluster import Cluster

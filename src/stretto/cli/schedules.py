@@ -4,9 +4,9 @@
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +37,9 @@ class Compilation:
     min_bytes: int = 0
     max_bytes: int = 0
 
-    @property
-    def is_for_programs(self) -> bool:
-        """True if an option is given that a compiled schedule cannot take."""
-        is_sized = any(size is not None for size in (self.ranks, self.nodes, self.gpus))
-        return is_sized or bool(self.sets) or (self.instances, self.protocol) != (1, "Simple")
+    def list_given(self) -> list[str]:
+        """The names of the options that are not as they are without being given."""
+        return [each.name for each in fields(self) if getattr(self, each.name) not in (each.default, [])]
 
 
 def is_schedule_file(name: str) -> bool:
@@ -49,15 +47,21 @@ def is_schedule_file(name: str) -> bool:
     return ":" not in name and (any(letter in name for letter in "./") or Path(name).is_file())
 
 
-def load_schedule(name: str, given: Compilation, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES) -> "Schedule":
+def load_schedule(
+    name: str, given: Compilation, max_file_bytes: int = DEFAULT_MAX_FILE_BYTES, of_files: Collection[str] = ()
+) -> "Schedule":
     """The schedule of a file, or the compiled one of an algorithm or of file.py:function.
 
-    ValueError for a name that means none of these, and for options that do not suit it.
+    of_files: what a command takes of `given` for compiled schedules, too. ValueError for a name that means none of
+    these, and for options that do not suit it.
     """
     if not is_schedule_file(name):
+        if max_file_bytes != DEFAULT_MAX_FILE_BYTES:
+            raise ValueError(f"--max-file-bytes is for schedules' files, and {name} is a program: leave it out")
         return compile_algorithm(name, given)
-    if given.is_for_programs:
-        raise ValueError(f"{name} is compiled: leave out what only a program takes, as --ranks and --instances")
+    if extra := [each for each in given.list_given() if each not in of_files]:
+        options = ", ".join(_shown_option(each) for each in extra)
+        raise ValueError(f"{name} is compiled: leave out what only a program takes: {options}")
 
     from stretto.collectives.xml import read_schedule
 
@@ -65,6 +69,11 @@ def load_schedule(name: str, given: Compilation, max_file_bytes: int = DEFAULT_M
         return read_schedule(Path(name), max_bytes=max_file_bytes)
     except FileNotFoundError as error:
         raise ValueError(f"{name}: {error.strerror}{did_you_mean_file(Path(name), ('.xml',))}") from error
+
+
+def _shown_option(field: str) -> str:
+    known = {"sets": "--set", "in_place": "--in-place or --out-of-place"}
+    return known.get(field, f"--{field.replace('_', '-')}")
 
 
 def write(schedule: "Schedule", output: Path | None) -> None:

@@ -116,7 +116,10 @@ def measure(
     measured: dict[str, Any] = {"transfers": list(_transfers(effort, device, timed))}
     measured["host_link"] = measure_host_link(device, timed) if device.type == "cuda" else None
     crowding = _crowding(effort, draw, timed) if device.type == "cpu" else 1.0
-    computed = partial(_time_crowded, timed, crowding)
+
+    def computed(step: Callable[[], Any]) -> float:
+        return crowding * timed(step)
+
     table = {(m, n, k) for m, n, k in itertools.product(effort.sides, repeat=3)} | set(shapes)
     measured["matmuls"] = list(_matmuls(sorted(table), draw, computed))
     source = torch.empty(effort.copied_bytes // 4, device=device)
@@ -140,10 +143,6 @@ def _crowding(effort: ProbeEffort, draw: Draw, timed: Timed) -> float:
             a.mm(a)
 
     return max(1.0, timed(compute) / _CROWDED_PRODUCTS / timed(lambda: a.mm(a)))
-
-
-def _time_crowded(timed: Timed, crowding: float, step: Callable[[], Any]) -> float:
-    return crowding * timed(step)
 
 
 def _transfers(effort: ProbeEffort, device: "torch.device", timed: Timed) -> Iterator[tuple[str, int, int, int, float]]:

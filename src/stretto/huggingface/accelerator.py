@@ -51,7 +51,7 @@ def follow_grid(accelerator: Any, model: nn.Module, grid: Grid) -> None:
     def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         if norm_type != 2:
             raise ValueError(f"norm_type is {norm_type}, but must be 2: Stretto clips by the 2-norm")
-        return clip_grad_norm_(list(parameters), max_norm, grid).float()
+        return clip_grad_norm_(list(parameters), max_norm, grid)
 
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP around it
     accelerator.prepare_data_loader = prepare_rows

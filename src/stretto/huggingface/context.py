@@ -334,7 +334,7 @@ def _give_latents(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def replace_attention(model: Any, attend: Attend) -> None:
     """Have a model's attention be computed by `attend`, under an `attn_implementation` of its own."""
-    _register()
+    register_attention(NAME, _attend)
     for module in attentions_of(model):
         module.attend_over_context = attend  # type: ignore[assignment]
         if hasattr(module, "expand_kv"):
@@ -343,14 +343,15 @@ def replace_attention(model: Any, attend: Attend) -> None:
 
 
 @functools.cache
-def _register() -> None:
+def register_attention(name: str, attend: Callable[..., tuple[Tensor, None]]) -> None:
+    """Make an `attn_implementation`, which takes no masks, known to transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, make_no_mask)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, _make_no_mask)
 
 
-def make_no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
+def _make_no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
     """No mask: attention is told of windows and documents. ValueError for a mask that a model computes itself."""
     if use_vmap:
         raise ValueError(f"{_OWN_MASK}, such as one that lets the tokens of a picture attend to each other")

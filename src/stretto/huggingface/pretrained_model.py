@@ -52,6 +52,22 @@ def base_and_prefix(model: nn.Module) -> tuple[nn.Module, str]:
     return (inner, f"{prefix}.") if isinstance(inner, nn.Module) else (model, "")
 
 
+def _replacing(model: nn.Module, name: str) -> Callable[[Callable[..., Any]], object]:
+    """A decorator: replaces a model's method, if it has it, by a function of the method and its arguments."""
+
+    def replace(function: Callable[..., Any]) -> object:
+        if callable(method := getattr(model, name, None)):
+
+            @functools.wraps(method)
+            def replaced(*args: Any, **kwargs: Any) -> Any:
+                return function(method, *args, **kwargs)
+
+            setattr(model, name, replaced)
+        return function
+
+    return replace
+
+
 def generate_in_step(model: nn.Module, agree: Callable[[], object] | None, *, until_last: bool) -> None:
     """Have ranks generate the same where they compute parts of the same rows, and go on until the last is done.
 
@@ -59,17 +75,15 @@ def generate_in_step(model: nn.Module, agree: Callable[[], object] | None, *, un
     until_last: where each step gathers weights from all ranks, or sends tokens to their experts. Sets Hugging Face's
     option synced_gpus, which is off by default.
     """
-    generate: Any = getattr(model, "generate", None)
-    if not callable(generate) or "synced_gpus" not in inspect.signature(generate).parameters:
+    own: Any = getattr(model, "generate", None)
+    if not callable(own) or "synced_gpus" not in inspect.signature(own).parameters:
         return
 
-    @functools.wraps(generate)
-    def generate_on_every_rank(*args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
+    @_replacing(model, "generate")
+    def generate_on_every_rank(generate: Any, *args: Any, synced_gpus: bool | None = None, **kwargs: Any) -> Any:
         if agree is not None:
             agree()
         return generate(*args, synced_gpus=until_last or None if synced_gpus is None else synced_gpus, **kwargs)
-
-    model.generate = generate_on_every_rank  # type: ignore[assignment]
 
 
 def batch_over_ranks(model: nn.Module, refusal: str | None, ranks: int, make_mesh: Callable[[], Any]) -> None:
@@ -79,13 +93,10 @@ def batch_over_ranks(model: nn.Module, refusal: str | None, ranks: int, make_mes
     heads that all of them hold, copies counted. refusal: why it cannot run; None if it can. make_mesh: makes the mesh,
     collectively.
     """
-    begin: Any = getattr(model, "init_continuous_batching", None)
-    if not callable(begin):
-        return
     meshes: list[Any] = []
 
-    @functools.wraps(begin)
-    def begin_on_grid(*args: Any, **kwargs: Any) -> Any:
+    @_replacing(model, "init_continuous_batching")
+    def begin_on_grid(begin: Any, *args: Any, **kwargs: Any) -> Any:
         if refusal is not None:
             raise ValueError(f"generate_batch: {refusal}")
         if ranks == 1:
@@ -116,20 +127,15 @@ def batch_over_ranks(model: nn.Module, refusal: str | None, ranks: int, make_mes
         manager._create_batch_processor = make_cache_of_copies
         return manager
 
-    model.init_continuous_batching = begin_on_grid  # type: ignore[assignment]
-
 
 _KEYS_AND_VALUES = ("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
 
 
 def refuse_saving(model: nn.Module) -> None:
     """Have `save_pretrained` raise ValueError for sharded parameters, before it writes half of a folder."""
-    save: Any = getattr(model, "save_pretrained", None)
-    if not callable(save):
-        return
 
-    @functools.wraps(save)
-    def save_whole(*args: Any, **kwargs: Any) -> Any:
+    @_replacing(model, "save_pretrained")
+    def save_whole(save: Any, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("state_dict")
         held = model.parameters() if given is None else given.values()
         if any(isinstance(tensor, DTensor) for tensor in held):
@@ -139,17 +145,12 @@ def refuse_saving(model: nn.Module) -> None:
             )
         return save(*args, **kwargs)
 
-    model.save_pretrained = save_whole  # type: ignore[assignment]
-
 
 def refuse_resizing(model: nn.Module) -> None:
     """Have `resize_token_embeddings` raise ValueError: it would replace sharded parameters by unsharded ones."""
-    resize: Any = getattr(model, "resize_token_embeddings", None)
-    if not callable(resize):
-        return
 
-    @functools.wraps(resize)
-    def resize_before(new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    @_replacing(model, "resize_token_embeddings")
+    def resize_before(resize: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
         if new_num_tokens is None:  # asks for the embedding
             return resize(new_num_tokens, *args, **kwargs)
         raise ValueError(
@@ -157,25 +158,18 @@ def refuse_resizing(model: nn.Module) -> None:
             "before parallelize; Stretto pads a vocabulary that x does not divide"
         )
 
-    model.resize_token_embeddings = resize_before  # type: ignore[assignment]
-
 
 def count_without_embeddings(model: nn.Module) -> None:
     """Have `num_parameters(exclude_embeddings=True)` leave out sharded embeddings, which are no nn.Embedding."""
-    count: Any = getattr(model, "num_parameters", None)
-    if not callable(count):
-        return
 
-    @functools.wraps(count)
-    def count_own(only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    @_replacing(model, "num_parameters")
+    def count_own(count: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         left_out: dict[int, int] = {}
         for module in model.modules() if exclude_embeddings else ():
             if hasattr(module, "num_embeddings") and not isinstance(module, nn.Embedding):
                 weight: Any = module.weight
                 left_out[id(weight)] = weight.numel() if weight.requires_grad or not only_trainable else 0
         return int(count(only_trainable, exclude_embeddings)) - sum(left_out.values())
-
-    model.num_parameters = count_own  # type: ignore[assignment]
 
 
 def order_of_pipeline_plan(model: nn.Module) -> dict[str, bool]:

@@ -65,9 +65,19 @@ PUBLIC_MODELS: dict[str, dict[str, Any]] = {
     "gpt-3-6.7b": _GPT | {"n_embd": 4096, "n_layer": 32, "n_head": 32, "n_positions": 2048},
     "gpt-3-175b": _GPT | {"n_embd": 12288, "n_layer": 96, "n_head": 96, "n_positions": 2048},
     "llama-2-7b": _LLAMA_2
-    | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
     "llama-2-13b": _LLAMA_2
-    | {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
     "llama-2-70b": _LLAMA_2
     | {
         "hidden_size": 8192,
@@ -77,9 +87,19 @@ PUBLIC_MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
     },
     "llama-3-8b": _LLAMA_3
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
     "llama-3-70b": _LLAMA_3
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+    | {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
     "gemma-7b": {
         "model_type": "gemma",
         "architectures": ["GemmaForCausalLM"],
@@ -136,6 +156,7 @@ PUBLIC_MODELS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
     "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    # Without layers that predict further tokens: transformers trains none.
     "deepseek-v3": {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -157,7 +178,7 @@ PUBLIC_MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "num_nextn_predict_layers": 0,  # transformers trains none
+        "num_nextn_predict_layers": 0,
         "max_position_embeddings": 163840,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,

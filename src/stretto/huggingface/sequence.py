@@ -36,18 +36,15 @@ def blocks_of(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
     for name in names:
         parts = name.split(".")
         outer = (".".join(parts[:length]) for length in range(1, len(parts)))
-        lists |= dict.fromkeys([next((each for each in outer if _is_list(model.get_submodule(each))), "")])
+        found = (each for each in outer if isinstance(model.get_submodule(each), nn.ModuleList))
+        lists[next(found, "")] = None
     if len(lists) != 1 or "" in lists:
-        found = ", ".join(each or "none" for each in lists) or "none"
+        named = ", ".join(each or "none" for each in lists) or "none"
         raise ValueError(
-            f"shard_sequence takes a model with one list of blocks, and {type(model).__name__} has {found}"
+            f"shard_sequence takes a model with one list of blocks, and {type(model).__name__} has {named}"
         )
-    (found,) = lists
-    return tuple(f"{found}.{index}" for index in range(len(model.get_submodule(found))))  # type: ignore[arg-type]
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList)
+    (one,) = lists
+    return tuple(f"{one}.{index}" for index in range(len(model.get_submodule(one))))  # type: ignore[arg-type]
 
 
 def changes_in_place(attention: nn.Module) -> bool:

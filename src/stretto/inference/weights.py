@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stretto.memory import next_number, store_all_gather
 from stretto.parallel.comm.collectives import collective
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on
+from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on, view_box
 from stretto.parallel.state import require_state, state_of
 
 _BUCKET_BYTES = 256 << 20  # of weights that are sent at a time
@@ -114,7 +114,7 @@ def _describe(tensor: Tensor) -> HeldWeight:
     else:
         nowhere = (0,) * tensor.dim()
         boxes, shard = [Box(nowhere, nowhere, tuple(tensor.shape))], tensor
-    parts = [HeldBox(box.offsets, box.sizes, _corner(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
+    parts = [HeldBox(box.offsets, box.sizes, view_box(shard.detach(), box.local_offsets, box.sizes)) for box in boxes]
     return HeldWeight(tuple(tensor.shape), shard.dtype, isinstance(tensor, nn.Parameter), parts)
 
 
@@ -407,9 +407,5 @@ def _view(weight: HeldWeight, offsets: Sequence[int], sizes: Sequence[int]) -> T
     """A rectangle that this rank holds."""
     for part in weight.parts:
         if _overlap(part.offsets, part.sizes, offsets, sizes) == (tuple(offsets), tuple(sizes)):
-            return _corner(part.numbers, [at - first for at, first in zip(offsets, part.offsets, strict=True)], sizes)
+            return view_box(part.numbers, [at - first for at, first in zip(offsets, part.offsets, strict=True)], sizes)
     raise AssertionError(f"this rank does not hold {sizes} at {offsets}")
-
-
-def _corner(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    return tensor[tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))]

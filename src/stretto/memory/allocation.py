@@ -86,7 +86,7 @@ def empty(
     size = math.prod(sizes) * dtype.itemsize
     if size > MAX_BYTES:
         raise ValueError(f"a symmetric tensor has up to {MAX_BYTES} bytes, and {list(sizes)} of {dtype} has {size}")
-    memory = _allocate_named(f"{dtype} {list(sizes)}", size, group, _find_backend(device), timeout)
+    memory = _find_kind(device).allocate(size, 0, group, timeout, f"{dtype} {list(sizes)}")
     tensor = _view(memory, None, dtype, sizes)
     group = dist.group.WORLD if group is None else group
     number = 0  # without a group there are no peers
@@ -125,28 +125,20 @@ def find_symmetric(tensor: Tensor) -> SymmetricLocation | None:
     return None
 
 
-def _allocate_named(
-    what: str, size: int, group: dist.ProcessGroup | None, backend: str, timeout: float
-) -> SymmetricMemory:
-    """Allocate without signals; `what` describes it and must be the same on all ranks. ValueError where it differs."""
-    kind = HostMemory if backend == "host" else CudaMemory
-    return kind.allocate(size, 0, group, timeout, what)
-
-
 def _view(memory: SymmetricMemory, rank: int | None, dtype: torch.dtype, sizes: tuple[int, ...]) -> Tensor:
     return memory.buffer(rank).view(dtype).view(sizes)
 
 
-def _find_backend(device: torch.device) -> str:
+def _find_kind(device: torch.device) -> type[HostMemory] | type[CudaMemory]:
     match device.type:
         case "cpu":
-            return "host"
+            return HostMemory
         case "cuda":
             if device.index is not None and device.index != (current := torch.cuda.current_device()):
                 raise ValueError(
                     f"symmetric tensors lie on each rank's current GPU, {current}, not on {device}: call "
                     "torch.cuda.set_device first"
                 )
-            return "cuda"
+            return CudaMemory
         case other:
             raise ValueError(f"symmetric tensors lie on devices of type cpu or cuda, not {other}")

@@ -215,6 +215,12 @@ def find_flag(device: torch.device) -> Tensor | None:
     return _flags.get(device) if device.type == "cuda" else None
 
 
+def unless_failed(after: Tensor, before: Tensor | float) -> Tensor:
+    """The new values, or those of before once a wait for another rank has failed (`stretto.optim.guard`)."""
+    failed = find_flag(after.device)
+    return after if failed is None else torch.where(failed[0] == 0, after, before)
+
+
 # The table behind it.
 
 

@@ -2,6 +2,8 @@
 """Facts about GPUs: whether a group's kernels can work together, and how many of their programs may wait at once."""
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -113,6 +115,11 @@ def count_processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
+def count_multiprocessors(device: torch.device) -> int:
+    """A GPU's number of multiprocessors; 1 for a CPU."""
+    return count_processors(device.index) if device.type == "cuda" else 1
+
+
 def limit_waiting(programs: int, device: torch.device) -> int:
     """`programs`, but at most `bound_blocks` of the GPU's multiprocessors; interpreted programs wait in turns."""
     return min(programs, bound_blocks(count_processors(device.index))) if device.type == "cuda" else programs
@@ -149,15 +156,24 @@ def nvml_supports(capability: int, own: str, gpus: list[str]) -> bool | None:
     others = [gpu for gpu in gpus if gpu != own]
     if not others:
         return True
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if nvml.nvmlInit_v2() != _SUCCESS:
-        return None
-    try:
+    with _open_nvml() as nvml:
+        if nvml is None:
+            return None
         here = _find_gpu(nvml, own)
         return all(_has_capability(nvml, capability, here, _find_gpu(nvml, other)) for other in others)
+
+
+@contextmanager
+def _open_nvml() -> Iterator[ctypes.CDLL | None]:
+    """NVML while it is initialized; None where it is not installed, or does not start."""
+    nvml = None
+    with suppress(OSError):
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if nvml is None or nvml.nvmlInit_v2() != _SUCCESS:
+        yield None
+        return
+    try:
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 
@@ -181,17 +197,11 @@ def _has_capability(
 @lru_cache
 def count_links(gpu: str) -> int:
     """The active NVLink links of a GPU, given by UUID; those of an SXM part of sm_90 where NVML does not tell."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return NVLINK_MAX_LINKS
-    if nvml.nvmlInit_v2() != _SUCCESS:
-        return NVLINK_MAX_LINKS
-    try:
-        handle, active, state = _find_gpu(nvml, gpu), 0, ctypes.c_uint(0)
-        for link in range(NVLINK_MAX_LINKS if handle is not None else 0):
+    with _open_nvml() as nvml:
+        if nvml is None or (handle := _find_gpu(nvml, gpu)) is None:
+            return NVLINK_MAX_LINKS
+        active, state = 0, ctypes.c_uint(0)
+        for link in range(NVLINK_MAX_LINKS):
             asked = nvml.nvmlDeviceGetNvLinkState(handle, link, ctypes.byref(state))
             active += asked == _SUCCESS and state.value == 1  # NVML_FEATURE_ENABLED
         return active or NVLINK_MAX_LINKS
-    finally:
-        nvml.nvmlShutdown()

@@ -2,7 +2,6 @@
 """Queries of a process group: this process's rank, the time limit, and exchanges that end in time; and its end."""
 
 import atexit
-import os
 import sys
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from stretto.cluster.local_ranks import name_node
 from stretto.memory.compilation import limit_of_meeting
 from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import PeerError
+from stretto.quantities import read_switch
 
 T = TypeVar("T")
 MAX_SECONDS = 30 * 24 * 3600.0
@@ -173,8 +173,8 @@ def make_node_group(
 
 
 def is_debugging() -> bool:
-    """Check whether ranks compare all calls before they make them: STRETTO_DEBUG is set, and not to 0."""
-    return os.environ.get("STRETTO_DEBUG", "") not in ("", "0")
+    """Check whether ranks compare all calls before they make them: STRETTO_DEBUG is 1."""
+    return read_switch("STRETTO_DEBUG")
 
 
 def prepare_together(prepare: Callable[[], object], store: dist.Store, size: int, timeout: timedelta) -> None:

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from stretto.quantities import read_switch
+
 SWITCH = "STRETTO_SHARE_GPUS"
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _libraries: list[torch.library.Library] = []  # registrations live as long as these objects
@@ -40,8 +42,8 @@ _libraries: list[torch.library.Library] = []  # registrations live as long as th
 
 
 def is_enabled() -> bool:
-    """Check whether ranks may share GPUs: STRETTO_SHARE_GPUS is set, and not to 0."""
-    return os.environ.get(SWITCH, "") not in ("", "0")
+    """Check whether ranks may share GPUs: STRETTO_SHARE_GPUS is 1."""
+    return read_switch(SWITCH)
 
 
 def suffix() -> str:

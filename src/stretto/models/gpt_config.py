@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.quantities import require_least
-from stretto.suggestions import did_you_mean
+from stretto.suggestions import did_you_mean, require_known_options
 
 
 @dataclass(frozen=True)
@@ -233,11 +233,7 @@ class GPTConfig:
             known_names = (*PRESETS, *PUBLIC_MODELS)
             near = did_you_mean(name, known_names) or "."
             raise ValueError(f"no model is named {name!r}{near} Known: {', '.join(known_names)}")
-        known = {field.name for field in fields(cls)}
-        for option in overrides:
-            if option not in known:
-                near = did_you_mean(option, known) or f": it has {', '.join(sorted(known))}"
-                raise ValueError(f"a GPT has no option {option!r}{near}")
+        require_known_options("a GPT", overrides, sorted(field.name for field in fields(cls)))
         return replace(PRESETS[name], **overrides)
 
 

@@ -541,8 +541,7 @@ def _launch_by_copies(config: KernelConfig, product: GroupProduct, returned: Ten
     block_channel = workspace.channel
     world = block_channel.world_size
     producer, consumer = map_rows(rows, world, config, k * x.element_size())
-    slot = next(workspace.slot_cycle)
-    offset = slot * workspace.slot_bytes
+    offset, slot = workspace.take_slot()
     gathered = block_channel.tensor((rows * world, k), x.dtype, offset=offset)
     own_scales = None if scales is None else scales.rows.contiguous()
     if scales is not None:
@@ -558,8 +557,7 @@ def _launch_by_copies(config: KernelConfig, product: GroupProduct, returned: Ten
     shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
     block_channel.check()
     try:
-        turn = slot if workspace.slots == 2 else None
-        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=turn)
+        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=slot)
         if not is_direct:
             # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and none is free once
             # the kernel runs.

@@ -8,7 +8,6 @@ depend (measured times, whether GPUs can access each other's memory) is exchange
 
 import logging
 import math
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,10 +40,8 @@ from stretto.ops.config import (
 from stretto.ops.gemm import takes_tma
 from stretto.ops.joint.registry import CANDIDATES, find_schedule, is_runnable, list_rings, name_between_nodes
 from stretto.ops.operator import FP8, find_group, require_agreement, require_no_capture
-from stretto.ops.prediction import (
-    Speeds,
-    find_speeds,
-)
+from stretto.ops.prediction import Speeds, find_speeds
+from stretto.quantities import read_switch
 from stretto.tiles import INTERPRETED
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
 
@@ -52,7 +49,7 @@ logger = logging.getLogger("stretto.ops")
 
 COPIES_VARIABLE = "STRETTO_SIGNAL_BY_COPIES"
 """The environment variable that, where it is 1, has operators do as on GPUs without atomic operations on each other's
-memory, for tests: see `signals_by_copies`."""
+memory, for tests: see `GroupChoices.signals_by_copies`."""
 
 _NEAR = 1.5  # a measurement counts for up to so many times as many rows, or as few
 _MAX_CHOICES = 4096
@@ -60,13 +57,13 @@ _WAY = "way of "
 
 
 @dataclass
-class _GroupChoices:
+class GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
 
     obstacle: why no kernel can run, or "". schedule_obstacle: why not even those that move rows by a schedule, which
     copy engines do without atomic operations between GPUs, and puts between nodes. order: the ranks, those of one NUMA
-    domain together. nodes: the number of each rank's node; empty if there is one. times:
-    seconds by problem and encoded configuration. choices: a configuration and the reason for it. recalled:
+    domain together, so that a ring rarely leaves one. nodes: the number of each rank's node; empty if there is one.
+    times: seconds by problem and encoded configuration. choices: a configuration and the reason for it. recalled:
     configurations of calls that were checked before. speeds: of the slowest GPU. confirmed: times that were measured in
     calls. ways: of calls without a configuration, by their names.
     """
@@ -86,8 +83,24 @@ class _GroupChoices:
 
     @property
     def signals_by_copies(self) -> bool:
-        """True if only copy engines can signal between the group's GPUs."""
+        """True if the GPUs reach each other's memory, but have no native atomic operations there, as over PCIe.
+
+        Calls by a schedule run there, whose rows copy engines move.
+        """
         return bool(self.obstacle) and not self.schedule_obstacle and not self.nodes
+
+    @property
+    def copies_obstacle(self) -> str:
+        """Why copy engines cannot move rows by a schedule; "" if they can."""
+        return self.obstacle if self.nodes else self.schedule_obstacle
+
+    @property
+    def routed_obstacle(self) -> str:
+        """Why there can be no routed schedule, whose rows are stored, or put to other nodes; "" if there can."""
+        ranks = Counter(self.nodes).values()
+        if len(set(ranks)) > 1:
+            return f"its nodes have {', '.join(map(str, ranks))} ranks, and tokens go to alike nodes"
+        return self.schedule_obstacle if self.nodes else self.obstacle
 
     def can_run(self, config: KernelConfig) -> bool:
         """True if nothing about the group's GPUs is in a kernel's way."""
@@ -96,7 +109,7 @@ class _GroupChoices:
         return not self.obstacle or by_schedule
 
 
-_groups: dict[str, _GroupChoices] = {}
+_groups: dict[str, GroupChoices] = {}
 
 
 def counts(group: dist.ProcessGroup | None = None) -> Mapping[tuple[str, str], int]:
@@ -171,7 +184,7 @@ def choose_config(
     was asked for and none can run, and where ranks call different things. Collective at the group's first call, and at
     the first of its kind.
     """
-    known = _find(group, x.device)
+    known = find_agreed(group, x.device)
     description = f"{problem.name}{' with a bias' if has_bias else ''} {(implementation, *options)}"
     machine = find_machine(x, weight, known.speeds)
     # Of gathered rows, products and the kernels' workspaces, which are rounded up to powers of two, twice.
@@ -200,7 +213,7 @@ def find_way(name: str, ways: Sequence[str], choose: Callable[[], str], group: s
 
     Collective at the group's first call.
     """
-    known, key = _find(group, device), _WAY + name
+    known, key = find_agreed(group, device), _WAY + name
     if key not in known.ways:
         restored = _restored.get(_name_ranks(find_group(group)))
         kept = restored.choices.get(key) if restored else None
@@ -209,7 +222,7 @@ def find_way(name: str, ways: Sequence[str], choose: Callable[[], str], group: s
 
 
 def _confirm(
-    known: _GroupChoices,
+    known: GroupChoices,
     problem: GemmProblem,
     machine: Machine,
     run: Callable[[KernelConfig], object],
@@ -252,13 +265,8 @@ def find_machine(x: Tensor, weight: Tensor | None, speeds: Speeds | None = None)
     return Machine(count_processors(device.index), by_tma, find_capability(device.index) == (9, 0), speeds)
 
 
-def group_speeds(group: str, device: torch.device) -> Speeds | None:
-    """The slowest of the group's GPUs; None on CPUs. Collective at the group's first call."""
-    return _find(group, device).speeds
-
-
 def _choose(
-    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+    known: GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
 ) -> tuple[KernelConfig, str]:
     config = None if implementation in IMPLEMENTATIONS else decode(implementation)
     if 0 in (problem.m, problem.n, problem.k):
@@ -272,9 +280,8 @@ def _choose(
                 config = config._replace(transfer="programs")
         if config.implementation == "kernel":
             _require_kernel(known, problem, by_schedule=config.schedule != "")
-        if (
-            problem.returns_gathered and not config.schedule
-        ):  # the host does not know the slot that programs gather into
+        # The host does not know the slot that programs gather into.
+        if problem.returns_gathered and not config.schedule:
             config = config._replace(transfer="copies", direction="push")
         if config.blocks is None and config != LIBRARY:
             config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
@@ -312,7 +319,7 @@ def _require_schedule(problem: GemmProblem, schedule: str) -> None:
     find_schedule(problem.operator, schedule, problem.world)
 
 
-def _require_kernel(known: _GroupChoices, problem: GemmProblem, *, by_schedule: bool = False) -> None:
+def _require_kernel(known: GroupChoices, problem: GemmProblem, *, by_schedule: bool = False) -> None:
     """ValueError where no kernel can run. by_schedule: it moves rows by a schedule."""
     obstacle = known.schedule_obstacle if by_schedule else known.obstacle
     if obstacle:
@@ -321,7 +328,7 @@ def _require_kernel(known: _GroupChoices, problem: GemmProblem, *, by_schedule: 
 
 
 def _find_fastest(
-    known: _GroupChoices, problem: GemmProblem, *, needs_kernel: bool = False
+    known: GroupChoices, problem: GemmProblem, *, needs_kernel: bool = False
 ) -> tuple[KernelConfig, str] | None:
     """The fastest configuration measured at the nearest number of rows, if that is near enough."""
     rows = _measured_rows(known, problem)
@@ -344,7 +351,7 @@ def _find_fastest(
     return config, f"it was the fastest at m={nearest}, {seconds * 1e6:.1f} us"
 
 
-def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
+def _measured_rows(known: GroupChoices, problem: GemmProblem) -> list[int]:
     """The values of m at which the problem was measured."""
     before, after = problem._replace(m=0).name.split("m=0")
     found = []
@@ -356,50 +363,8 @@ def _measured_rows(known: _GroupChoices, problem: GemmProblem) -> list[int]:
     return found
 
 
-def signals_by_copies(name: str, device: torch.device) -> bool:
-    """True if the group's GPUs reach each other's memory, but have no native atomic operations there, as over PCIe.
-
-    Calls by a schedule run there, whose rows copy engines move. Collective at the group's first call.
-    """
-    return _find(name, device).signals_by_copies
-
-
-def find_ring_order(name: str, device: torch.device) -> tuple[int, ...]:
-    """The ranks in the order of a ring that crosses from one NUMA domain to another as rarely as it can."""
-    return _find(name, device).order
-
-
-def find_copies_obstacle(name: str, device: torch.device) -> str:
-    """Why copy engines cannot move rows of the group's ranks by a schedule; "" if they can. Collective at first."""
-    known = _find(name, device)
-    return known.obstacle if known.nodes else known.schedule_obstacle
-
-
-def find_routed_obstacle(name: str, device: torch.device) -> str:
-    """The reason for which the group's ranks can have no routed schedule, whose rows are stored, or put to other nodes;
-    "" if they can.
-
-    Collective at the group's first call.
-    """
-    known = _find(name, device)
-    if known.nodes and len(set(Counter(known.nodes).values())) > 1:
-        return (
-            f"its nodes have {', '.join(map(str, Counter(known.nodes).values()))} ranks, and tokens go to alike nodes"
-        )
-    return known.schedule_obstacle if known.nodes else known.obstacle
-
-
-def find_nodes(name: str, device: torch.device) -> tuple[int, ...]:
-    """The number of each rank's node, between which kernels put; empty if there is one. Collective at first."""
-    return _find(name, device).nodes
-
-
-def find_group_obstacle(name: str, device: torch.device) -> str:
-    """Why the group's ranks can run no kernels together; "" if they can. Collective at the group's first call."""
-    return _find(name, device).obstacle
-
-
-def _find(name: str, device: torch.device) -> _GroupChoices:
+def find_agreed(name: str, device: torch.device) -> GroupChoices:
+    """Return what a group's ranks have agreed on. Collective at the group's first call."""
     group = find_group(name)
     known = _groups.get(name)
     if known is None or known.group() is not group:
@@ -413,14 +378,14 @@ def _find(name: str, device: torch.device) -> _GroupChoices:
     return known
 
 
-def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
+def _agree(group: dist.ProcessGroup, device: torch.device) -> GroupChoices:
     """Exchange what choices depend on: rank 0's times, the GPUs' speeds, whether kernels can run. Collective."""
     read = autotuner(device).read() if dist.get_rank(group) == 0 else {}
     times = {
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
     speeds = find_speeds(device) if device.type == "cuda" else None
-    is_forced, domain = os.environ.get(COPIES_VARIABLE) == "1", find_numa_domain(device)
+    is_forced, domain = read_switch(COPIES_VARIABLE), find_numa_domain(device)
     sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
     everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
     numbers = {name: number for number, name in enumerate(dict.fromkeys(node for node, *_ in everyone))}
@@ -442,7 +407,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> _GroupChoices:
     slowest = Speeds(*map(min, zip(*found, strict=True))) if len(found) == len(everyone) else None
     restored = _restored.get(_name_ranks(group))
     confirmed = dict(restored.confirmed) if restored else {}
-    known = _GroupChoices(
+    known = GroupChoices(
         weakref.ref(group), obstacle, schedule_obstacle, tuple(order), nodes, everyone[0][1], speeds=slowest,
         confirmed=confirmed,
     )  # fmt: skip
@@ -520,7 +485,7 @@ def restore_choices(choices: Mapping[str, SavedChoices]) -> None:
 
 
 def _find_restored(
-    known: _GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
+    known: GroupChoices, problem: GemmProblem, machine: Machine, implementation: str
 ) -> KernelConfig | None:
     """The checkpoint's choice, where it can run."""
     if not _restored:

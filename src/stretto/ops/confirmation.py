@@ -8,7 +8,6 @@ confirmed, and there is nothing that a stopped run could have computed in betwee
 import itertools
 import json
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 
 from stretto.memory import PeerError, shared_gpus
 from stretto.ops.operator import exchange_text
+from stretto.quantities import read_switch
 
 logger = logging.getLogger("stretto.ops")
 
@@ -54,7 +54,7 @@ def can_time_calls(device: torch.device, size: int) -> bool:
     is looked at before: a call that fails on one rank leaves the others waiting. Deterministic algorithms are chosen by
     no clock.
     """
-    if device.type != "cuda" or os.environ.get(CONFIRM_VARIABLE) == "0" or shared_gpus.is_enabled():
+    if device.type != "cuda" or not read_switch(CONFIRM_VARIABLE, default=True) or shared_gpus.is_enabled():
         return False
     if torch.are_deterministic_algorithms_enabled() or torch.cuda.is_current_stream_capturing() or not _budget.kinds:
         return False

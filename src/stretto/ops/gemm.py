@@ -265,6 +265,11 @@ def takes_tma(matrix: Tensor) -> bool:
     return not (matrix.data_ptr() % TMA_BYTES or row * matrix.element_size() % TMA_BYTES)
 
 
+def align(operand: Tensor) -> Tensor:
+    """The operand, in memory that TMA and loads of packets take: a copy of a view that begins elsewhere."""
+    return operand.clone() if operand.data_ptr() % TMA_BYTES else operand
+
+
 class StreamK(NamedTuple):
     """Split of tiles into work units: the first `whole_tiles` are a unit each, the others `unit_steps` steps each.
 

@@ -22,6 +22,7 @@ from stretto.ops.operator import (
     copy_to,
     count_product_flops,
     define_operator,
+    differentiate_product,
     find_group,
     find_name,
     flatten_rows,
@@ -170,19 +171,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Each rank's partial sums are in all ranks' outputs: gradients of losses that differ are summed over the ranks."""
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    if ctx.is_replicated and torch.is_grad_enabled() and grad.requires_grad:
-        # They would have to be summed over the ranks, whose parts of x differ.
-        raise NotImplementedError(
-            'matmul_all_reduce has no second derivatives with grad_convention="replicated-loss": take '
-            '"sum-of-losses", and divide the loss by the number of ranks'
-        )
-    total = grad = grad.contiguous()
-    if (needs_x or needs_weight) and not ctx.is_replicated:
-        total = all_reduce(grad, ctx.group)
-    grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
-    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias, None, None, None
+    return *differentiate_product(ctx, grad, None if ctx.is_replicated else all_reduce), None, None, None
 
 
 _call = define_operator(

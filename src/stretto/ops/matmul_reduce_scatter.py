@@ -63,6 +63,7 @@ from stretto.ops.operator import (
     count_bytes,
     count_product_flops,
     define_operator,
+    divide_first_dim,
     find_group,
     find_name,
     find_workspace,
@@ -73,7 +74,6 @@ from stretto.ops.operator import (
     require_out,
     restore_dims,
     save_operands,
-    scatter_sum,
 )
 
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
@@ -111,12 +111,16 @@ def matmul_reduce_scatter(
     how, name = encode_implementation(implementation), find_name(group)
     if schedule is not None:
         how = encode_schedule("matmul_reduce_scatter", schedule, how, name)
-    rows = flatten_rows("matmul_reduce_scatter", x)
+    rows, world = flatten_rows("matmul_reduce_scatter", x), dist.get_world_size(group)
     if invariant:
         require_plain("matmul_reduce_scatter", how, out, schedule)
-        first = divide_first_dim("matmul_reduce_scatter", x, group)
+        first = divide_first_dim("matmul_reduce_scatter", x, world)
         return restore_dims(multiply_reduce_scatter(rows, weight, bias, name, how), x, first)
-    first = divide_first_dim("matmul_reduce_scatter", x, group) if x.dim() > 2 or out is not None else 0
+    first = (
+        divide_first_dim("matmul_reduce_scatter", x, dist.get_world_size(group))
+        if x.dim() > 2 or out is not None
+        else 0
+    )
     if out is not None:
         require_operands("matmul_reduce_scatter", rows, weight, bias, how)
         shape = first, *x.shape[1:-1], weight.shape[0]
@@ -124,15 +128,6 @@ def matmul_reduce_scatter(
         _call(rows, weight, bias, name, reduce_dtype, how, out=out.flatten(0, -2))
         return out
     return restore_dims(_call(rows, weight, bias, name, reduce_dtype, how), x, first)
-
-
-def divide_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
-    """This rank's part of x's first dim. ValueError where the ranks do not divide it."""
-    world = dist.get_world_size(group)
-    if x.shape[0] % world:
-        more = divide_up(x.shape[0], world) * world
-        raise ValueError(f"{operator}: {world} ranks do not divide x's first dim, {x.shape[0]}: {more} will do")
-    return x.shape[0] // world
 
 
 def _run(
@@ -193,7 +188,7 @@ def _run_library(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dty
         partial = torch.mm(x, weight.t(), out_dtype=dtype)
     else:
         partial = x.to(dtype) @ weight.t().to(dtype)
-    total = scatter_sum(partial, group) if x.device.type == "cpu" else reduce_scatter(partial, group)
+    total = reduce_scatter(partial, group)
     return (total if bias is None else total + bias.to(dtype)).to(x.dtype)
 
 
@@ -451,13 +446,10 @@ def _require(
 
 def require_rows(operator: str, x: Tensor, dtype: torch.dtype, reduce_dtype: torch.dtype | None, group: str) -> int:
     """This rank's number of x's rows. ValueError unless ranks divide them, and sums of `dtype` can be sent."""
-    world = find_group(group).size()
-    if x.shape[0] % world:
-        more = divide_up(x.shape[0], world) * world
-        raise ValueError(f"{operator}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+    rows = divide_first_dim(operator, x, find_group(group).size())
     if reduce_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"{operator}: partial sums of {dtype} travel in {dtype} or torch.float32, not {reduce_dtype}")
-    return x.shape[0] // world
+    return rows
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

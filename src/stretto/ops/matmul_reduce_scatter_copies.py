@@ -117,9 +117,8 @@ class _CopyEngineScatter:
         self.tiles_per_owner = divide_up(rows, sizes[0]) * divide_up(n, sizes[1])
         size = count_bytes((world - 1) * self.tiles_per_owner, *sizes, dtype=dtype)
         workspace = find_workspace(group, x.device, size, "scattered copies")
-        self.channel, slot = workspace.channel, next(workspace.slot_cycle)
-        self.slot = slot if workspace.slots == 2 else None
-        self.received_at = slot * workspace.slot_bytes
+        self.channel = workspace.channel
+        self.received_at, self.slot = workspace.take_slot()
         self.pieces = size_pieces(self.tiles_per_owner, count_bytes(*sizes, dtype=dtype), config)
         self.counters = workspace.arrivals
         self.partials = torch.empty(world * self.tiles_per_owner, *sizes, dtype=dtype, device=x.device)

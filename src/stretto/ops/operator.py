@@ -233,6 +233,29 @@ def save_operands(ctx: Any, rows: Tensor, weight: Tensor) -> None:
     ctx.save_for_backward(rows if needs_weight else None, weight if needs_x else None)
 
 
+def differentiate_product(
+    ctx: Any, grad: Tensor, exchange: Callable[[Tensor, str], Tensor] | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x, weight and bias, for a gradient of the exchanged x @ weight.T, plus a bias.
+
+    exchange: makes of `grad` that of this rank's product; None: it is that. ctx: its `is_replicated` says that all
+    ranks' gradients are one and the same, which have no second derivatives: NotImplementedError.
+    """
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    if ctx.is_replicated and torch.is_grad_enabled() and grad.requires_grad:
+        # They would have to be summed over the ranks, whose parts of x differ.
+        raise NotImplementedError(
+            'matmul_all_reduce has no second derivatives with grad_convention="replicated-loss": take '
+            '"sum-of-losses", and divide the loss by the number of ranks'
+        )
+    total = grad = grad.contiguous()
+    if exchange is not None and (needs_x or needs_weight):
+        total = exchange(grad, ctx.group)
+    grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
+    return total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias
+
+
 def find_name(group: dist.ProcessGroup | None) -> str:
     """The group's name (None: all ranks), as operators' schemas take it. ValueError for a rank outside of it."""
     if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
@@ -340,13 +363,27 @@ def _require_contiguous(operator: str, x: Tensor) -> None:
 
 def require_place(operator: str, x: Tensor) -> None:
     _require_contiguous(operator, x)
-    if x.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {x.device}")
-    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+    require_device(operator, "x is", x)
+
+
+def require_device(operator: str, what: str, tensor: Tensor) -> None:
+    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU; what: it in a message, as "x is"."""
+    device = tensor.device
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {device}")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
-            f"{operator}: x is on {x.device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
+            f"{operator}: {what} on {device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
             "torch.cuda.set_device first"
         )
+
+
+def divide_first_dim(operator: str, x: Tensor, world: int) -> int:
+    """A rank's part of x's first dim. ValueError where the ranks do not divide it."""
+    if x.shape[0] % world:
+        more = -(-x.shape[0] // world) * world
+        raise ValueError(f"{operator}: {world} ranks do not divide x's first dim, {x.shape[0]}: {more} will do")
+    return x.shape[0] // world
 
 
 def flatten_rows(operator: str, x: Tensor) -> Tensor:
@@ -453,7 +490,9 @@ def scatter_sum(x: Tensor, group: str) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: str) -> Tensor:
-    """Reduce-scatter x [m, k] to this rank's rows, by the group's own backend."""
+    """Reduce-scatter x [m, k] to this rank's rows: on CPUs by `scatter_sum`, on GPUs by the group's own backend."""
+    if not x.is_cuda:
+        return scatter_sum(x, group)
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.reduce_scatter_tensor(x, "sum", find_group(group).size(), group))
 
@@ -474,6 +513,11 @@ class OperatorWorkspace:
     def words(self, slots: int, dtype: torch.dtype) -> int:
         """The number of elements of a dtype in so many slots."""
         return slots * self.slot_bytes // dtype.itemsize
+
+    def take_slot(self) -> tuple[int, int | None]:
+        """(where the next call's slot begins, in bytes, and its number for `begin`, if there are two)."""
+        slot = next(self.slot_cycle)
+        return slot * self.slot_bytes, slot if self.slots == 2 else None
 
 
 class _Cache:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.memory.gpus import count_multiprocessors
 from stretto.ops.operator import Autograd, define_operator, needs_gradients
 from stretto.tiles.launches import launch_cached
 
@@ -117,7 +118,7 @@ def _run(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, 
 def _run_gradient(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, offset: float) -> tuple[Tensor, Tensor]:
     x, grad, columns = x.contiguous(), grad.contiguous(), x.shape[-1]
     rows, tiling = x.numel() // columns, _tiling(columns)
-    programs = min(triton.cdiv(rows, tiling["ROWS"]), _PROGRAMS_OF_PROCESSOR * _processors(x.device))
+    programs = min(triton.cdiv(rows, tiling["ROWS"]), _PROGRAMS_OF_PROCESSOR * count_multiprocessors(x.device))
     of_x, of_weight = torch.empty_like(x), x.new_empty(programs, columns, dtype=_exact(x))
     with torch.cuda.device_of(x):
         launch_cached(
@@ -126,10 +127,6 @@ def _run_gradient(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, offse
             OFFSET=float(offset), **tiling,
         )  # fmt: skip
     return of_x, of_weight.sum(0).to(weight.dtype)
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _fake(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,13 +18,14 @@ from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
-from stretto.ops.matmul_reduce_scatter import divide_first_dim, launch_scatter, require_rows
+from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
 from stretto.ops.operator import (
     DTYPES,
     FP8,
     all_reduce,
     copy_to,
     define_operator,
+    divide_first_dim,
     find_group,
     find_name,
     flatten_rows,
@@ -35,7 +36,6 @@ from stretto.ops.operator import (
     require_out,
     require_place,
     restore_dims,
-    scatter_sum,
     show_shape,
 )
 
@@ -190,7 +190,7 @@ def _call(
 
 def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
     if operator == "matmul_reduce_scatter":
-        return divide_first_dim(_NAMES[operator], x, group)
+        return divide_first_dim(_NAMES[operator], x, dist.get_world_size(group))
     return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)
 
 
@@ -268,7 +268,7 @@ def _run_library(
     if operator == "matmul_all_reduce":
         return _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
     partial = multiply_scaled(x, weight, scales, sum_dtype)
-    total = scatter_sum(partial, group) if x.device.type == "cpu" else reduce_scatter(partial, group)
+    total = reduce_scatter(partial, group)
     return _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
 
 

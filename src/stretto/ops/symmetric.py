@@ -5,8 +5,6 @@ Newton-Schulz iterations (`stretto.optim.Muon`) have two such products of their 
 halves. On an H200 (30 November 2026, Triton 3.6), [4096, 14336] times its transpose takes 0.36 ms, by cuBLAS 0.72.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from stretto.memory.gpus import find_capability
 from stretto.ops.gemm import Blocks, describe_gemm, divide_up, multiply_tile, specialization_key
-from stretto.tiles.launches import Launches
+from stretto.tiles.launches import find_launches
 
 _LEAST_ROWS = 3072  # below it, half of the tiles do not fill a GPU: at 2048 an H200 is as fast by cuBLAS
 BLOCKS = Blocks(m=128, n=128, k=64, group_rows=1, num_warps=8, num_stages=4, programs=0)
@@ -39,7 +37,7 @@ def symmetric_product(
     gemm, left, right, _ = describe_gemm(a, a, None, blocks)
     rows = divide_up(m, blocks.m)
     with torch.cuda.device_of(a):
-        _launches(a.device)(
+        find_launches(a.device)(
             multiply_triangle,
             specialization_key(blocks, a, a, gemm, out, added),
             rows * (rows + 1) // 2,
@@ -48,11 +46,6 @@ def symmetric_product(
             num_stages=blocks.num_stages,
         )
     return out
-
-
-@cache
-def _launches(device: torch.device) -> Launches:
-    return Launches()
 
 
 @triton.jit

@@ -14,16 +14,7 @@ from stretto.collectives.joint.schedule import is_gather
 from stretto.memory import PeerError
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
-from stretto.ops.choices import (
-    autotuner,
-    clear_choices,
-    describe_problem,
-    find_machine,
-    find_nodes,
-    find_ring_order,
-    group_speeds,
-    signals_by_copies,
-)
+from stretto.ops.choices import autotuner, clear_choices, describe_problem, find_agreed, find_machine
 from stretto.ops.config import (
     DIRECTIONS,
     EXCHANGES,
@@ -125,7 +116,7 @@ def tune(
         require_scaled(_SCALED[operator].__name__, operands.x, operands.weights[0], None, torch.bfloat16)
     problem = operands.describe(m)
     weight = None if experts else operands.weights[0]
-    machine = find_machine(operands.x, weight, group_speeds(find_name(group), device))
+    machine = find_machine(operands.x, weight, find_agreed(find_name(group), device).speeds)
     measured = _search(problem, machine, operands, group)
     if dist.get_rank(group) == 0:
         autotuner(device, store).keep(problem.name, measured)
@@ -238,12 +229,13 @@ def _search(
     problem: GemmProblem, machine: Machine, operands: RotatingOperands, group: dist.ProcessGroup | None
 ) -> dict[KernelConfig, float]:
     name, device = find_name(group), operands.x.device
-    if signals_by_copies(name, device) and problem.operator in CANDIDATES and problem.dtype != FP8:
-        configs = vary_copies(problem, machine, find_ring_order(name, device))
-        return _measure((LIBRARY, *configs), operands, group)
-    if nodes := find_nodes(name, device):
-        takes_schedule = problem.operator in CANDIDATES and problem.dtype != FP8
-        return _measure((LIBRARY, *(vary_puts(problem, machine, nodes) if takes_schedule else ())), operands, group)
+    agreed = find_agreed(name, device)
+    takes_schedule = problem.operator in CANDIDATES and problem.dtype != FP8
+    if agreed.signals_by_copies and takes_schedule:
+        return _measure((LIBRARY, *vary_copies(problem, machine, agreed.order)), operands, group)
+    if agreed.nodes:
+        puts = vary_puts(problem, machine, agreed.nodes) if takes_schedule else ()
+        return _measure((LIBRARY, *puts), operands, group)
     measured = _measure((LIBRARY, *vary_blocks(problem, machine)), operands, group)
     kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
     if not kernels:

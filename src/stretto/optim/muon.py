@@ -22,6 +22,7 @@ from stretto.ops.symmetric import suits_symmetric, symmetric_product
 from stretto.optim.adamw import AdamW, call, local
 from stretto.optim.matrix_owners import MatrixExchange, MatrixOwners
 from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
+from stretto.optim.state.updates import copied
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import ParallelHead
@@ -317,7 +318,7 @@ class Muon(AdamW):
         is_on_grid = any(matrix.layout is not None for matrix in self._matrices)
         groups = [group for group in self.param_groups if group["use_muon"] for _ in group["params"]]
         active = {
-            number: _MatrixWrite(matrix, _copied(group["lr"]) if overlap else group["lr"], group["weight_decay"])
+            number: _MatrixWrite(matrix, copied(group["lr"]) if overlap else group["lr"], group["weight_decay"])
             for number, (matrix, group) in enumerate(zip(self._matrices, groups, strict=True))
             if matrix.parameter.grad is not None or (is_on_grid and matrix.parameter.requires_grad)
         }
@@ -461,11 +462,6 @@ def _find_matrix(parameter: Tensor, parts: Sequence[RowParts], layout: Parameter
 def _sent_dtype(matrices: Sequence[_MatrixParameter]) -> torch.dtype:
     is_wide = any(matrix.parameter.dtype == torch.float64 for matrix in matrices)
     return torch.float64 if is_wide else torch.bfloat16
-
-
-def _copied(lr: float | Tensor) -> float | Tensor:
-    """A rate that is read later: the caller may write the next step's into its tensor."""
-    return lr.clone() if isinstance(lr, Tensor) else lr
 
 
 def _apply(own: _MatrixWrite, update: Tensor, factor: float, is_right: Tensor | None) -> None:

@@ -48,12 +48,12 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def _update(self, table: Tensor, gradient: Tensor, lr: float | Tensor, eps: float) -> None:
         sums = self.sums(table)
         if not gradient.is_sparse:
-            gradient = _drop_after_failure(gradient.to(sums.dtype))
+            gradient = failures.unless_failed(gradient.to(sums.dtype), 0.0)
             sums += gradient.square().mean(dim=1)
             table.copy_(table.to(sums.dtype) - lr * gradient / _find_divisors(sums, eps).unsqueeze(1))
             return
         gradient = gradient.to(sums.dtype).coalesce()
-        rows, values = gradient.indices()[0], _drop_after_failure(gradient.values())
+        rows, values = gradient.indices()[0], failures.unless_failed(gradient.values(), 0.0)
         seen = sums.index_select(0, rows) + values.square().mean(dim=1)
         sums.index_copy_(0, rows, seen)
         changed = table.index_select(0, rows) + values * (-lr / _find_divisors(seen, eps)).unsqueeze(1)
@@ -80,9 +80,3 @@ def _find_divisors(sums: Tensor, eps: float) -> Tensor:
     """Return sqrt(sum) + eps of each row; 1 where that is 0, since all of the row's gradients were zeros then."""
     divisors = sums.sqrt() + eps
     return divisors.masked_fill_(divisors == 0, 1.0)
-
-
-def _drop_after_failure(gradient: Tensor) -> Tensor:
-    """Return the gradient, or zeros once a wait for another rank has failed: nothing changes then (`optim.guard`)."""
-    failed = failures.find_flag(gradient.device)
-    return gradient if failed is None else torch.where(failed[0] == 0, gradient, 0.0)

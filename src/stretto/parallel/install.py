@@ -201,6 +201,8 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
             keep_through_conversions(owner, key, builder.gradient_reducer)
         else:
             place_shared(owner, key, shard)
+    if builder.precision.compute is not None:
+        places.setdefault("", {})  # casts the model's inputs, also where blocks have all parameters
     adapted = _adapted_parameters(model)
     for block, of_block in places.items():
         module = model.get_submodule(block)

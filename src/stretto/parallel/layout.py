@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -251,8 +251,9 @@ def check_is_sharded(name: str, parameter: Tensor) -> None:
 def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     """The whole of a sharded tensor, in the original shape, on every rank. Collective over all ranks of its grid.
 
-    tensor: a parameter that `parallelize` made; or a DTensor cut like one (a gradient, an optimizer's moment), with
-    that parameter's `layout_of` where the parameter has segments. A plain tensor is returned as it is.
+    tensor: a parameter that `parallelize` made, or its entry of a state dict; or a DTensor cut like one (a gradient, an
+    optimizer's moment), with that parameter's `layout_of` where the parameter has segments. A plain tensor is returned
+    as it is.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -260,6 +261,8 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
         layout = tensor.parameter_layout
     if layout is None:
         if any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+            if (view := getattr(tensor, "view_of", None)) is not None:
+                return cast(Tensor, view.make(gather(view.parameter)))
             raise ValueError(
                 "this tensor has segments: pass its parameter's layout, gather(grad, layout_of(parameter))"
             )
@@ -271,7 +274,7 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     cut = {split.mesh_axis for split in layout.splits}
     if all(mesh.get_local_rank(axis) == 0 for axis in axes if axis not in cut):  # one replica of each number
         for box in layout.boxes(sizes, coordinates):
-            _corner(whole, box.offsets, box.sizes).copy_(_corner(local, box.local_offsets, box.sizes))
+            view_box(whole, box.offsets, box.sizes).copy_(view_box(local, box.local_offsets, box.sizes))
     for axis in axes:
         if mesh.get_group(axis).size() > 1:
             dist.all_reduce(whole, group=mesh.get_group(axis))
@@ -302,7 +305,8 @@ def place_on(mesh: DeviceMesh) -> tuple[dict[str, int], dict[str, int]]:
     return sizes, coordinates
 
 
-def _corner(tensor: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+def view_box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of a rectangular part of a tensor."""
     return tensor[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
 
 

@@ -49,7 +49,8 @@ class MetaInitializer:
         elif callable(by_itself := getattr(target, "reset_parameters", None)):
             steps = [by_itself]
         else:
-            held = ", ".join(name for name, _ in module.named_parameters(recurse=False)) or "buffers"
+            wanted = module.named_buffers if self.seed is None else module.named_parameters
+            held = ", ".join(name for name, _ in wanted(recurse=False)) or "buffers"
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters to "
                 f"initialize what it holds itself ({held}): give it that method, or build the model on a real device"

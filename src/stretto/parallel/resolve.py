@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,8 +33,14 @@ from stretto.suggestions import did_you_mean
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raise ValueError for a model on a grid, with a part that is on one or that others have sharded."""
+    """Raise ValueError for a model on a grid, with a part that is on one or that others have sharded, or scripted."""
     kind = type(model).__name__
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, whose code reads tensors of its own: pass the "
+                "module from which torch.jit made it"
+            )
     first = next(model.parameters(), None)
     if (first is None or has_layout(first)) and state_of(model) is not None:
         raise ValueError(f"this {kind} is on a grid already: build another one to parallelize it anew")

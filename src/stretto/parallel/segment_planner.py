@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from stretto.parallel.layout import Box, ParameterLayout, Split, place_on
+from stretto.parallel.layout import Box, ParameterLayout, Split, place_on, view_box
 
 REFUSAL = (
     "torch's own planner takes one box of a tensor from each rank, and of a fused parameter that x cuts a rank holds "
@@ -153,6 +153,4 @@ def _values(tensor: DTensor, boxes: list[Box], index: MetadataIndex) -> Tensor:
     """The values of the box that a planner's index names, as a view."""
     values = tensor.to_local().detach()
     box = next(box for box in boxes if box.offsets == tuple(index.offset or ()))
-    for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-        values = values.narrow(dim, start, length)
-    return values
+    return view_box(values, box.local_offsets, box.sizes)

@@ -9,8 +9,12 @@ DTensor runs most operators on shards alone: those of optimizers, `mul_`, a view
 
 These are run on the gathered parameter instead, of which each rank then keeps its shard. That is a collective, in which
 all ranks of the grid must take part. They keep what the grid's first rank has computed, so that ranks never differ.
+
+Gradients are of the same class, and so is what is computed from either: DTensor would have `p.grad.norm().item()` be
+the number of a rank's own shard. A sum, a norm or another number of one tensor is reduced where it is computed.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import chain, product
@@ -34,6 +38,9 @@ from stretto.parallel.layout import ParameterLayout, TensorOnGrid, gather, make_
 _FUSED_UPDATES = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
+_GRAD: Any = torch.Tensor.grad  # the descriptor
+# Of these optimizers make their state, which stays DTensors.
+_STATES = (torch.ops.aten.clone, torch.ops.aten.empty_like, torch.ops.aten.full_like, torch.ops.aten.zeros_like)
 
 
 # torch 2.11 and 2.12 dispatch a subclass of DTensor as a DTensor, and ask it about functions alone.
@@ -91,8 +98,13 @@ class ShardedParameter(TensorOnGrid):
             written = list(_find((*places, *(kwargs[name] for name in operator.written_by_name if name in kwargs))))
         if written and (operator.needs_whole or any(isinstance(tensor, _Copy) for tensor in written)):
             return _edit_whole(func, written, args, kwargs)
-        if own and (operator.needs_whole or func.overloadpacket is torch.ops.aten.new_empty):
+        is_new = func.overloadpacket is torch.ops.aten.new_empty and own != [] and not isinstance(own[0], _Result)
+        if is_new or (own and operator.needs_whole):
             return _run_whole(func, own[0], args, kwargs)
+        if own and func is torch.ops.aten._local_scalar_dense.default and not _is_replicated(own[0]):
+            return _make_whole(own[0]).item()
+        if own and type(own[0]) is _Result and not own[0].dim():
+            _refuse_losses(args)
         is_view = operator.is_view and own != []
         for tensor in own:
             if tensor.late_write is not None:
@@ -104,7 +116,8 @@ class ShardedParameter(TensorOnGrid):
             found = func(*args, **kwargs)
         except (IndexError, NotImplementedError, RuntimeError) as error:  # a whole mask is no index of a shard
             is_refused = True
-            is_read = is_view and not (torch.is_grad_enabled() and own[0].requires_grad)
+            is_read = is_view or (isinstance(error, NotImplementedError) and own != [] and not written)
+            is_read = is_read and not (torch.is_grad_enabled() and own[0].requires_grad)
             if not (is_read or (written and _takes_no_plain_operand(func, args, kwargs))):
                 _explain(error)
                 raise
@@ -120,10 +133,14 @@ class ShardedParameter(TensorOnGrid):
             return _edit_whole(func, written, args, kwargs)
         elif is_refused:  # such as to flatten shards of uneven sizes
             found = _run_whole(func, own[0], args, kwargs)
+        if func.overloadpacket is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_:
+            _agree_on_infinities(own, args[1])
         if written:
             _count_writes(written)
         elif is_view:
             _note_view(func, own[0], found, args, kwargs)
+        elif own and func.overloadpacket not in _STATES:
+            return _note_results(found)
         return found
 
     if not _DISPATCHES_SUBCLASSES:
@@ -152,6 +169,24 @@ class ShardedParameter(TensorOnGrid):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, whose edits and sums are as a parameter's."""
+        found = _GRAD.__get__(self)
+        if type(found) in (DTensor, _Result):
+            vars(found).pop("view_of", None)
+            found.__class__ = ShardedParameter
+            found.parameter_layout = self.parameter_layout
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> "ShardedParameter":
@@ -187,6 +222,13 @@ class ShardedParameter(TensorOnGrid):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not _is_replicated(self):
+            warnings.warn(
+                "torch.save and pickle write this rank's shards alone, which can be read on the same grid: for a file "
+                "of whole tensors pass stretto.parallel.gather(tensor) of each, on every rank; for any grid, "
+                "torch.distributed.checkpoint",
+                stacklevel=2,
+            )
         if _is_view(self):  # such as a state dict's, in a file that is read where there is no Stretto
             return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
         return _as_dtensor(self, partial(DTensor.__reduce_ex__, self, protocol))
@@ -194,6 +236,10 @@ class ShardedParameter(TensorOnGrid):
 
 class _Copy(ShardedParameter):
     """A view of a parameter that DTensor has gathered. A write to it is made to the parameter, too."""
+
+
+class _Result(ShardedParameter):
+    """What is computed from parameters or gradients."""
 
 
 class _SubclassDispatch(SelectiveMode):
@@ -213,7 +259,7 @@ class ParameterShard(nn.Parameter):
 
 
 # torch.optim and torch's clip_grad_norm_ use one kernel for many tensors if they know their type.
-_OWN_TYPES: tuple[Any, ...] = (ShardedParameter, _Copy, ParameterShard)
+_OWN_TYPES: tuple[Any, ...] = (ShardedParameter, _Copy, _Result, ParameterShard)
 for _known in (_foreach_types_of_optimizers, _foreach_types):
     _known += [kind for kind in _OWN_TYPES if kind not in _known]
 
@@ -323,6 +369,21 @@ def _note_view(func: Any, source: ShardedParameter, found: Any, args: Any, kwarg
             part.view_of = _View(_parameter_of(source), of_number)
 
 
+def _is_replicated(tensor: DTensor) -> bool:
+    """True if this rank's tensor is the whole one."""
+    return all(place.is_replicate() or tensor.device_mesh.size(dim) == 1 for dim, place in enumerate(tensor.placements))
+
+
+def _note_results(found: Any) -> Any:
+    """Have what is computed from results be as they are. A number is reduced now, and not on the rank that reads it."""
+    if type(found) is DTensor and not found.dim() and not _is_replicated(found):
+        found = _replicate(found.full_tensor(), found)
+    for part in found if isinstance(found, list | tuple) else (found,):
+        if type(part) is DTensor:
+            part.__class__ = _Result
+    return found
+
+
 @torch.no_grad()
 def _edit_whole(func: Any, written: Sequence[ShardedParameter], args: Any, kwargs: Any) -> Any:
     """Run an operator that writes a parameter, or a view of it, on the whole parameter."""
@@ -384,6 +445,24 @@ def _takes_no_plain_operand(func: Any, args: Any, kwargs: Any) -> bool:
     )
 
 
+def _refuse_losses(args: Sequence[Any]) -> None:
+    """Raise ValueError where a plain loss is added to a number of parameters: its backward pass would mix both."""
+    if torch.is_grad_enabled() and any(type(each) is Tensor and each.requires_grad for each in args):
+        raise ValueError(
+            "a penalty over parameters of a model on a grid is a DTensor, and the loss a plain tensor: take the "
+            "penalty's .full_tensor(), on every rank, before it is added"
+        )
+
+
+def _agree_on_infinities(gradients: Sequence[ShardedParameter], found: Tensor) -> None:
+    """Have a GradScaler see infinities of all ranks, where DTensor looks at the first gradient's mesh alone (experts
+    have another one)."""
+    meshes = list(dict.fromkeys(gradient.device_mesh for gradient in gradients))
+    for mesh in meshes if len(meshes) > 1 else ():
+        for dim in range(mesh.ndim):
+            dist.all_reduce(found, dist.ReduceOp.MAX, mesh.get_group(dim))
+
+
 def _explain(error: Exception) -> None:
     """Add the cause to an error about DTensors: code that reads a parameter where it is a shard."""
     if "mixed torch.Tensor and DTensor" in str(error):
@@ -396,3 +475,5 @@ def _explain(error: Exception) -> None:
             "parameters for the whole forward pass. To read or edit one elsewhere: "
             "`with stretto.full_parameters(model): ...`"
         )
+    elif "must have the same mesh" in str(error):
+        error.add_note("experts' parameters have a mesh of their own: stretto.parallel.clip_grad_norm_ clips by all")

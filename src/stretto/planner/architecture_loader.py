@@ -17,7 +17,7 @@ from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture
 from stretto.planner.experts.layers import LatentShape, MoeShape
 from stretto.quantities import check_count
-from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file
+from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, require_known_options
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -145,10 +145,8 @@ def _from_table(where: str, table: dict[str, Any], seq_len: int) -> Architecture
     given = {key: value for key, value in table.items() if value != "none"}
     name = given.pop("name", None)
     types = get_type_hints(GPTConfig)
+    require_known_options(f"{where}: a model", given, types)
     for key, value in given.items():
-        if key not in types:
-            near = did_you_mean(key, types) or f": it has {', '.join(types)}"
-            raise ValueError(f"{where}: a model has no option {key!r}{near}")
         _check_option(f"{where}: model.{key}", value, types[key])
     if name is not None and not isinstance(name, str):
         raise ValueError(f"{where}: model.name is {name!r}, but must be a text")

@@ -279,12 +279,8 @@ def message_numbers(model: Architecture, grid: GridSizes, tokens: float, token_p
     return tokens * model.hidden / model.splitting_sizes(grid).y / token_parts
 
 
-def has_nvlink_over_z(cluster: Cluster, grid: GridSizes) -> bool:
-    """True if NVLink reaches all ranks of z, which are x * y apart."""
-    return has_nvlink_over(cluster, grid, "z")
-
-
 def has_nvlink_over(cluster: Cluster, grid: GridSizes, axis: str) -> bool:
+    """True if NVLink reaches all ranks of an axis."""
     return cluster.has_nvlink and grid.preceding(axis) * grid[axis] <= cluster.gpus_per_node
 
 

@@ -13,7 +13,7 @@ from stretto.cluster.model import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
 from stretto.execution import TwoLevel
 from stretto.planner.architecture import Architecture
 from stretto.planner.architecture_loader import read_architecture
-from stretto.planner.communication import group_bandwidth, has_nvlink_over_z
+from stretto.planner.communication import group_bandwidth, has_nvlink_over
 from stretto.planner.experts.cost import local_expert_parameters
 from stretto.planner.grids import every_grid, why_impossible
 from stretto.planner.memory import gathered_by_copy_engines, local_parameters
@@ -330,7 +330,7 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     if not model.is_sharded_by_blocks or config.grid.z == 1:
         return 0.0, 0.0, 0.0
     in_block = model.block_parameters
-    has_nvlink = has_nvlink_over_z(cluster, config.grid)
+    has_nvlink = has_nvlink_over(cluster, config.grid, "z")
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
     whole = model.layers * in_block + model.outside_parameters
     gathered = whole - model.layers * of_block - outside

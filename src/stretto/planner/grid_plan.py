@@ -12,14 +12,7 @@ from stretto.axes import INNER_TO_OUTER, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
-from stretto.planner.communication import (
-    Rates,
-    has_nvlink_over,
-    has_nvlink_over_z,
-    keys_numbers,
-    nic_bytes,
-    sends_latents,
-)
+from stretto.planner.communication import Rates, has_nvlink_over, keys_numbers, nic_bytes, sends_latents
 from stretto.planner.compute import BACKWARD_ATTENTION, Device, block_seconds
 from stretto.planner.cost import Cost, full_cost, paper_cost
 from stretto.planner.experts.cost import explain_messages
@@ -302,7 +295,8 @@ def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **n
 
 def _find_nvlink(cluster: Cluster, grid: GridSizes) -> dict[str, bool]:
     """What `memory` asks of NVLink."""
-    return {"has_nvlink": has_nvlink_over_z(cluster, grid), "joins_context": has_nvlink_over(cluster, grid, "context")}
+    reaches = partial(has_nvlink_over, cluster, grid)
+    return {"has_nvlink": reaches("z"), "joins_context": reaches("context")}
 
 
 def largest_micro_batch(

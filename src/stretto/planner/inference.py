@@ -107,11 +107,12 @@ def plan_inference(
     most tokens a second and GPU. gpus: None compares all numbers of a node's that divide it. Raises ValueError for
     lengths that are not positive, for a model that an engine does not run, and where no grid is possible.
     """
-    require_least(1, prompt=min(prompts, default=1), context=min(contexts, default=1), batch=batch, gpus=gpus or 1)
+    require_least(1, prompt=min(prompts, default=1), context=min(contexts, default=1), batch=batch, gpus=gpus)
     if token_seconds is not None and token_seconds <= 0:
         raise ValueError(f"tpot is {token_seconds} s, but must be more than 0; 20ms would do")
-    if dtype == "fp8":
-        raise ValueError("dtype is 'fp8', in which engines do not decode; bf16 would do")
+    if dtype == "fp8" or dtype not in ELEMENT_BYTES:
+        known = ", ".join(each for each in ELEMENT_BYTES if each != "fp8")
+        raise ValueError(f"dtype is {dtype!r}, but engines decode in {known}; bf16 would do")
     lengths = Lengths(tuple(prompts), tuple(contexts))
     shape = read_architecture(model, lengths.longest)
     _refuse(shape, lengths)

@@ -18,7 +18,6 @@ from stretto.planner.communication import (
     Rates,
     WeightTraffic,
     has_nvlink_over,
-    has_nvlink_over_z,
     keys_numbers,
     linear_traffic,
     sends_latents,
@@ -96,7 +95,7 @@ class _WorkloadRecorder:
         sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
         self._known = device.collectives(grid, config.options.two_level)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
-        options, has_nvlink = config.options, has_nvlink_over_z(self.cluster, config.grid)
+        options, has_nvlink = config.options, has_nvlink_over(self.cluster, config.grid, "z")
         is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
         engines = options.overlap.copy_engines and has_nvlink and config.grid.z > 1 and is_whole
         keeps = options.keeps_weights and (not options.recomputation.is_on or options.gathers_once)

@@ -5,7 +5,8 @@
 the pooled vectors. Constructors, methods and results are those of torchrec.sparse.jagged_tensor, so that a script runs
 with the import changed. `select_features` and `result_type` also take torchrec's own objects.
 
-Left out: a batch size of each feature's own (`stride_per_key_per_rank`), which raises a ValueError.
+Left out: a batch size of each feature's own (`stride_per_key_per_rank`) and a key given twice, which raise a
+ValueError, and torch.jit.
 """
 
 import sys
@@ -26,7 +27,32 @@ def _to_offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
-class _Jagged:
+class _Tensors:
+    """What holds tensors, on one device."""
+
+    _values: Tensor
+
+    def device(self) -> torch.device:
+        """The values' device."""
+        return self._values.device
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """A copy on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Self:
+        """A copy in pinned memory."""
+        return self._map(Tensor.pin_memory)
+
+    def record_stream(self, stream: "torch.cuda.Stream") -> None:
+        """Keep the tensors' memory until the stream's work so far has ended."""
+        self._map(lambda tensor: tensor.record_stream(stream))
+
+    def _map(self, function: Callable[[Tensor], Any]) -> Self:
+        return tree_map(lambda tensor: function(tensor) if isinstance(tensor, Tensor) else tensor, self)
+
+
+class _Jagged(_Tensors):
     """Values, which may have weights, in slices that either lengths or offsets describe; the other is made on demand.
 
     values, weights: [total, ...]. lengths: [slices], offsets: [slices + 1], or [0] for no slices; int32 or int64.
@@ -71,24 +97,21 @@ class _Jagged:
             self._offsets = _to_offsets(self.lengths())
         return self._offsets
 
-    def device(self) -> torch.device:
-        """The values' device."""
-        return self._values.device
+    def lengths_or_none(self) -> Tensor | None:
+        """The slices' lengths, or None if they have not been asked for."""
+        return self._lengths
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        """A copy on a device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+    def offsets_or_none(self) -> Tensor | None:
+        """Where slices begin, or None if that has not been asked for."""
+        return self._offsets
 
-    def pin_memory(self) -> Self:
-        """A copy in pinned memory."""
-        return self._map(Tensor.pin_memory)
 
-    def record_stream(self, stream: "torch.cuda.Stream") -> None:
-        """Keep the tensors' memory until the stream's work so far has ended."""
-        self._map(lambda tensor: tensor.record_stream(stream))
-
-    def _map(self, function: Callable[[Tensor], Any]) -> Self:
-        return tree_map(lambda tensor: function(tensor) if isinstance(tensor, Tensor) else tensor, self)
+def _as_json(value: Any, indent: str = "") -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    inner = f"{indent}    "
+    lines = ",\n".join(f'{inner}"{key}": {_as_json(part, inner)}' for key, part in value.items())
+    return f"{{\n{lines}\n{indent}}}"
 
 
 class JaggedTensor(_Jagged):
@@ -110,6 +133,18 @@ class JaggedTensor(_Jagged):
         lengths = torch.tensor([len(value) for value in values], dtype=torch.int32, device=joined.device)
         return JaggedTensor(joined, None if weights is None else torch.cat([*weights]), lengths)
 
+    @staticmethod
+    def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> "JaggedTensor":
+        """Make it of the first numbers of each row, as many as lengths say; values and weights: [slices, longest]."""
+        is_there = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
+        return JaggedTensor(values[is_there], None if weights is None else weights[is_there], lengths)
+
+    @staticmethod
+    def empty(is_weighted: bool = False, device: torch.device | None = None) -> "JaggedTensor":
+        """Without slices."""
+        none, places = torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
+        return JaggedTensor(none, none if is_weighted else None, places, places)
+
     def to_dense(self) -> list[Tensor]:
         """A tensor for each slice."""
         return [self._values[start:stop] for start, stop in pairwise(self.offsets().tolist())]
@@ -129,12 +164,28 @@ class JaggedTensor(_Jagged):
         places = (self.offsets()[:-1].unsqueeze(1) + columns)[is_there]
         return padded.index_put((is_there,), self._values[places])
 
+    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
+        """The weights, padded as values are, or None without weights."""
+        weights = None if self._weights is None else JaggedTensor(self._weights, offsets=self.offsets())
+        return None if weights is None else weights.to_padded_dense(desired_length, padding_value)
+
+    def _to_lists(self) -> Any:
+        values = [value.tolist() for value in self.to_dense()]
+        weights = self.to_dense_weights()
+        return values if weights is None else {"values": values, "weights": [weight.tolist() for weight in weights]}
+
+    def __str__(self) -> str:
+        lists = self._to_lists()
+        shown = _as_json(lists) if isinstance(lists, dict) else f"{{\n    {lists}\n}}"
+        return f"JaggedTensor({shown})\n"
+
 
 class KeyedJaggedTensor(_Jagged):
     """Bags of several features' ids for a batch, feature after feature, and in a feature sample after sample.
 
     keys: names of the features, each once. values: [total]. weights: [total], a factor for each. lengths:
     [keys x batch], or offsets: [keys x batch + 1]. stride: the batch (default: what lengths and keys say).
+    length_per_key, or offset_per_key: the number of values of each feature, or where they begin, if that is known.
     """
 
     def __init__(
@@ -146,15 +197,27 @@ class KeyedJaggedTensor(_Jagged):
         offsets: Tensor | None = None,
         stride: int | None = None,
         stride_per_key_per_rank: Sequence[Sequence[int]] | None = None,
+        length_per_key: Sequence[int] | None = None,
+        offset_per_key: Sequence[int] | None = None,
     ) -> None:
         if stride_per_key_per_rank is not None:
             raise ValueError(_VARIABLE)
         super().__init__(values, weights, lengths, offsets)
-        self._keys, self._offset_per_key = list(keys), None
+        if length_per_key is not None:
+            offset_per_key = [*accumulate(length_per_key, initial=0)]
+        self._keys, self._offset_per_key = list(keys), None if offset_per_key is None else list(offset_per_key)
         if len(set(self._keys)) < len(self._keys):
             raise ValueError(f"keys are {self._keys}, but each feature has one key, once")
         slices = lengths.numel() if lengths is not None else max(len(self.offsets()) - 1, 0)
         self._stride = slices // max(len(self._keys), 1) if stride is None else stride
+        if self._offset_per_key and (len(self._offset_per_key), self._offset_per_key[-1]) != (
+            len(keys) + 1,
+            len(values),
+        ):
+            raise ValueError(
+                f"offset_per_key is {self._offset_per_key}, but has where each of {len(keys)} keys begins, and "
+                f"{len(values)}, the number of values"
+            )
         if self._stride * len(self._keys) != slices:
             raise ValueError(
                 f"{len(self._keys)} keys of {self._stride} samples have {self._stride * len(self._keys)} bags, but "
@@ -218,6 +281,11 @@ class KeyedJaggedTensor(_Jagged):
         none, lengths = torch.empty(0, device=device), torch.empty(0, dtype=torch.int32, device=device)
         return KeyedJaggedTensor([], none, none if is_weighted else None, lengths)
 
+    @staticmethod
+    def empty_like(kjt: "KeyedJaggedTensor") -> "KeyedJaggedTensor":
+        """Without features, with the batch, the device, and weights if there are any, of another one."""
+        return kjt.permute([])
+
     def sync(self) -> Self:
         """Read where each feature begins, which waits for the device."""
         self.offset_per_key()
@@ -246,6 +314,14 @@ class KeyedJaggedTensor(_Jagged):
             self._offset_per_key = ends
         return self._offset_per_key
 
+    def offset_per_key_or_none(self) -> list[int] | None:
+        """Where each feature's values begin, or None if that has not been read."""
+        return self._offset_per_key
+
+    def length_per_key_or_none(self) -> list[int] | None:
+        """The number of values of each feature, or None if that has not been read."""
+        return None if self._offset_per_key is None else self.length_per_key()
+
     def length_per_key(self) -> list[int]:
         """The number of values of each feature."""
         return [stop - start for start, stop in pairwise(self.offset_per_key())]
@@ -268,8 +344,8 @@ class KeyedJaggedTensor(_Jagged):
         """Successive parts of so many features each."""
         return [self.permute([*range(start, stop)]) for start, stop in pairwise(accumulate(segments, initial=0))]
 
-    def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
-        """The features of these numbers, in this order."""
+    def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> "KeyedJaggedTensor":
+        """The features of these numbers, in this order. indices_tensor is not read: torchrec takes them there again."""
         keys = [self._keys[index] for index in indices]
         parts = [self[key] for key in keys]
         values = torch.cat([self._values[:0], *(part.values() for part in parts)])
@@ -277,11 +353,11 @@ class KeyedJaggedTensor(_Jagged):
         lengths = torch.cat([self.lengths()[:0], *(part.lengths() for part in parts)])
         return KeyedJaggedTensor(keys, values, weights, lengths, stride=self._stride)
 
-    def __repr__(self) -> str:
-        return f"KeyedJaggedTensor({ ({key: one.to_dense() for key, one in self.to_dict().items()}) })"
+    def __str__(self) -> str:
+        return f"KeyedJaggedTensor({_as_json({key: one._to_lists() for key, one in self.to_dict().items()})})\n"
 
 
-class KeyedTensor:
+class KeyedTensor(_Tensors):
     """Vectors of several features side by side, by name.
 
     keys: the features. length_per_key: how wide each one's vectors are. values: [batch, sum of widths]. key_dim: the
@@ -336,8 +412,15 @@ class KeyedTensor:
         found = {key: value for each in keyed_tensors for key, value in each.to_dict().items()}
         return [torch.cat([found[key] for key in group], keyed_tensors[0].key_dim()) for group in groups]
 
-    def __repr__(self) -> str:
-        return f"KeyedTensor({self.to_dict()})"
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]], keys: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """As `regroup`, by the groups' names."""
+        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
+
+    def __str__(self) -> str:
+        return f"KeyedTensor({_as_json({key: value.tolist() for key, value in self.to_dict().items()})})\n"
 
 
 _VARIABLE = (

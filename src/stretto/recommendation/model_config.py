@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stretto.quantities import require_least
-from stretto.suggestions import did_you_mean
+from stretto.suggestions import did_you_mean, require_known_options
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,7 @@ class DLRMConfig:
         if name not in DLRM_PRESETS:
             near = did_you_mean(name, DLRM_PRESETS) or "."
             raise ValueError(f"no DLRM is named {name!r}{near} Known: {', '.join(DLRM_PRESETS)}")
-        known = {field.name for field in fields(cls)}
-        for option in overrides:
-            if option not in known:
-                near = did_you_mean(option, known) or f": it has {', '.join(sorted(known))}"
-                raise ValueError(f"a DLRM has no option {option!r}{near}")
+        require_known_options("a DLRM", overrides, sorted(field.name for field in fields(cls)))
         return replace(DLRM_PRESETS[name], **overrides)
 
 

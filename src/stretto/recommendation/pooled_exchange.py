@@ -194,10 +194,10 @@ def choose_operators(
 
 
 def _has_nodes(group: dist.ProcessGroup, device: torch.device) -> bool:
-    from stretto.ops.choices import find_nodes
+    from stretto.ops.choices import find_agreed
     from stretto.ops.operator import find_name
 
-    return bool(find_nodes(find_name(group), device))
+    return bool(find_agreed(find_name(group), device).nodes)
 
 
 def _find_operators() -> Any | None:

@@ -130,7 +130,7 @@ class TableOptimizer:
         held = [tensor.index_select(0, rows) for tensor in (weight, *self.states[place].values())]
         changed = self._step(place, rows, values, held)
         for tensor, before, after in zip((weight, *self.states[place].values()), held, changed, strict=True):
-            tensor.index_copy_(0, rows, _unless_failed(after, before))
+            tensor.index_copy_(0, rows, failures.unless_failed(after, before))
 
     @torch.no_grad()
     def update_replicated(self, gradients: Sequence[RowGradients]) -> None:
@@ -140,7 +140,7 @@ class TableOptimizer:
             rows = torch.arange(len(values), device=values.device)
             for tensor, after in zip(held, self._step(place, rows, values.to(self._settings.dtype), held), strict=True):
                 is_changed = is_touched.unsqueeze(1) if tensor.dim() == 2 else is_touched
-                tensor.copy_(torch.where(is_changed, _unless_failed(after, tensor), tensor))
+                tensor.copy_(torch.where(is_changed, failures.unless_failed(after, tensor), tensor))
 
     def _step(self, place: int, rows: Tensor, values: Tensor, held: Sequence[Tensor]) -> list[Tensor]:
         """Return rows of a table and of its states after a step."""
@@ -182,12 +182,6 @@ def _check(
             f"{of_rows} takes whole rows, but table {by_columns[0]} is cut by columns: kind 'row' or 'table-row' would "
             "do, or full-adagrad without max_norm"
         )
-
-
-def _unless_failed(after: Tensor, before: Tensor) -> Tensor:
-    """Return the new values, or those of before once a wait for another rank has failed (`optim.guard`)."""
-    failed = failures.find_flag(after.device)
-    return after if failed is None else torch.where(failed[0] == 0, after, before)
 
 
 def _alive(this: "ref[TableOptimizer]") -> TableOptimizer:

@@ -80,7 +80,6 @@ class GraphBuilder:
         self._stream_numbers: dict[str, int] = {}
         self._category_numbers: dict[str, int] = {}
         self._last_on: dict[tuple[int, int], int] = {}
-        self._has_back_edges = False
 
     def __len__(self) -> int:
         return len(self._kinds)
@@ -132,19 +131,8 @@ class GraphBuilder:
             raise ValueError(f"a join on stream {stream!r} needs a rank; 0 would do")
         return self._add(OperationType.JOIN, rank, -1, 0.0, stream, after, "", "")
 
-    def depend(self, operation: int, after: int) -> None:
-        """Make an operation wait for one that was perhaps added later than it. `build` finds cycles."""
-        for number in (operation, after):
-            self._check_operation(number)
-        self._append(after, operation)
-        self._waits[operation] += 1
-        self._has_back_edges = self._has_back_edges or after >= operation
-
     def build(self) -> ExecutionGraph:
-        """The graph. ValueError names the operations of a cycle, if there is one."""
-        successors = tuple(() if each is None else tuple(each) for each in self._successors)
-        if self._has_back_edges:
-            self._check_acyclic(successors)
+        """The graph. Each operation waits for earlier ones alone, so that their numbers are an order to run them in."""
         return ExecutionGraph(
             kinds=np.array(self._kinds, np.int8),
             ranks=np.array(self._ranks, np.int32),
@@ -155,7 +143,7 @@ class GraphBuilder:
             stream_names=tuple(self._stream_numbers),
             category_names=tuple(self._category_numbers),
             names=tuple(self._names),
-            successors=successors,
+            successors=tuple(() if each is None else tuple(each) for each in self._successors),
             waits=tuple(self._waits),
             world=self._highest + 1 if self._world is None else self._world,
         )
@@ -220,27 +208,6 @@ class GraphBuilder:
     def _check_operation(self, number: int) -> None:
         if not 0 <= number < len(self):
             raise ValueError(f"operation {len(self)} waits for operation {number}, but there are {len(self)} so far")
-
-    def _check_acyclic(self, successors: Sequence[Sequence[int]]) -> None:
-        waits = list(self._waits)
-        ready = [number for number, count in enumerate(waits) if count == 0]
-        while ready:
-            for after in successors[ready.pop()]:
-                waits[after] -= 1
-                if waits[after] == 0:
-                    ready.append(after)
-        left = {number for number, count in enumerate(waits) if count > 0}
-        if not left:
-            return
-        before = {after: number for number in left for after in successors[number] if after in left}
-        path = [min(left)]
-        while path.count(path[-1]) == 1:
-            path.append(before[path[-1]])
-        cycle = path[path.index(path[-1]) :][::-1]
-        shown = [f"{number} ({self._names[number]})" if self._names[number] else str(number) for number in cycle]
-        if len(shown) > 12:
-            shown = [*shown[:6], "...", *shown[-5:]]
-        raise ValueError(f"operations wait for one another in a cycle: {' -> '.join(shown)}")
 
 
 class Execution:

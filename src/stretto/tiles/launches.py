@@ -8,7 +8,7 @@ how the descriptor pads and rounds; everything else belongs to the compiled kern
 
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -130,6 +130,12 @@ class Launches:
         self._addresses.clear()
 
 
+@cache
+def find_launches(device: Hashable) -> Launches:
+    """Return what remembers the launches of kernels without a channel on a torch.device, or on that GPU by number."""
+    return Launches()
+
+
 def launch_cached(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
     """As `launch_kernel` on the current device, but fast where arguments of the same kinds were launched before.
 
@@ -145,10 +151,7 @@ def launch_cached(kernel: Any, programs: int, *arguments: Any, **options: Any) -
         argument if constant else float if type(argument) is float else kind_of(argument)
         for argument, constant in zip(arguments, is_constant, strict=True)
     ]
-    device = driver.active.get_current_device()
-    launches = _of_devices.get(device)
-    if launches is None:
-        launches = _of_devices[device] = Launches()
+    launches = find_launches(driver.active.get_current_device())
     launches(kernel, (*kinds, *options.items()), programs, arguments, **options)
 
 
@@ -156,9 +159,6 @@ def launch_cached(kernel: Any, programs: int, *arguments: Any, **options: Any) -
 def _parameters_of(kernel: Any) -> tuple[tuple[str, ...], tuple[bool, ...]]:
     """A kernel's parameters: their names, and which are constants that it is compiled for."""
     return tuple(one.name for one in kernel.params), tuple(one.is_constexpr for one in kernel.params)
-
-
-_of_devices: dict[int, Launches] = {}
 
 
 def pass_addresses(argument: Any) -> Any:

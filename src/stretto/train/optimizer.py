@@ -21,7 +21,7 @@ from stretto.optim.guard import skipping_after_failure
 from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
 from stretto.optim.state.updates import AVERAGE
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import ParameterLayout, check_is_sharded, has_layout, layout_of
+from stretto.parallel.layout import check_is_sharded, has_layout, layout_of
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.parallel.state import state_of
@@ -69,13 +69,14 @@ class ShardOptimizer:
             {"params": [s for s in others if s.dim() < 2], "weight_decay": 0.0},
         ]
         if matrices:
+            wholes = (self.parameters[name] for name in matrices)
             groups.append(
                 {
                     "params": [self._shards[name] for name in matrices],
                     "weight_decay": weight_decay,
                     "use_muon": True,
                     "row_parts": list(matrices.values()),
-                    "layouts": [_find_layout(self.parameters[name]) for name in matrices],
+                    "layouts": [layout_of(each) if has_layout(each) else None for each in wholes],
                 }
             )
         # Torch refuses an empty list.
@@ -237,10 +238,6 @@ def find_row_parts(model: nn.Module, name: str) -> tuple[RowParts, ...]:
         return tuple(RowParts(*each) for each in found.ranges)
     columns = parameter.shape[-1]
     return tuple(RowParts(*each, dim=-1) for each in found.ranges or ((0, columns, columns),))
-
-
-def _find_layout(parameter: nn.Parameter) -> ParameterLayout | None:
-    return layout_of(parameter) if has_layout(parameter) else None
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -8,18 +8,21 @@ of all its numbers, and keeps the mask of its own shard.
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from itertools import accumulate
+from typing import Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.execution import SparseIndexKind, check_sparsity
 from stretto.memory.plain_data import all_gather_data
 from stretto.optim.sparse import EarlyBird, FullIndex, Masks, SparseIndex, WeightMask, make_index
+from stretto.optim.sparse.index import make_table
 from stretto.optim.sparse.masks import count_left, find_threshold, magnitude_bits, pack, select_above, select_largest
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
-from stretto.parallel.comm.pruned_weights import PrunedWeight
+from stretto.parallel.comm.pruned_weights import PrunedRowExchange, PrunedWeight
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
@@ -244,6 +247,7 @@ class PrunedParameters:
         _check_masks(parameters, masks, grid)
         self._parameters, self._device = parameters, grid.device
         self._shares: dict[str, PrunedWeight] = {}
+        self._writers: list[_RowWriter] | None = None
         self.indices: dict[str, SparseIndex] = {}  # of what the store has
         for name, parameter in parameters.items():
             shard, mask = local_shard(parameter), masks.masks.get(name)
@@ -303,8 +307,36 @@ class PrunedParameters:
 
     def write_rows(self) -> None:
         """Write the rows of parameters that z shards as their shares have them. Collective if there are any."""
-        for name, share in self._shares.items():
-            share.write_rows(local_shard(self._parameters[name]))
+        if self._writers is None:
+            by_group: dict[dist.ProcessGroup, list[tuple[PrunedWeight, Tensor]]] = {}
+            for name, share in self._shares.items():
+                by_group.setdefault(share.group, []).append((share, local_shard(self._parameters[name])))
+            self._writers = [_RowWriter(alike) for alike in by_group.values()]
+        for writer in self._writers:
+            writer.write()
+
+
+class _RowWriter:
+    """Writes this rank's rows of weights whose shares z's ranks exchange: at once those that z cuts by dim 0."""
+
+    def __init__(self, weights: Sequence[tuple[PrunedWeight, Tensor]]) -> None:
+        self._weights = sorted(weights, key=lambda each: each[0].dim)
+        self._exchange = PrunedRowExchange([share for share, _ in self._weights])
+        self._counts = [share.own.count for share, _ in self._weights]
+        plain = [(share, shard) for share, shard in self._weights if not share.dim]
+        firsts = list(accumulate(self._counts, initial=0))[: len(plain)]
+        self._table = make_table(
+            [cast(SparseIndex, share.own) for share, _ in plain], firsts, [shard for _, shard in plain]
+        )
+        self._written = 0 if self._table is None else len(plain)
+
+    def write(self) -> None:
+        """Collective."""
+        rows = self._exchange.run()
+        if self._table is not None:
+            self._table.expand(rows, 0, self._table.stop)
+        for (share, shard), left in list(zip(self._weights, rows.split(self._counts), strict=True))[self._written :]:
+            shard.copy_(share.expand_rows(left, shard.shape))
 
 
 def _share(

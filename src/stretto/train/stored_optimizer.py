@@ -22,7 +22,7 @@ from stretto.execution import BUCKET_ALIGNMENT, StateOptions, StepPlace
 from stretto.memory import failures
 from stretto.memory.pinned import allocate_pinned
 from stretto.optim.averages import AveragedUpdate
-from stretto.optim.sparse import Masks, SparseIndex
+from stretto.optim.sparse import FullIndex, Masks, SparseIndex
 from stretto.optim.sparse.weights import SparseWeights
 from stretto.optim.state.layout import StateLayout
 from stretto.optim.state.loss_scale import LossScale, LossScaleOptions
@@ -360,7 +360,10 @@ def build_store(
 ) -> OptimizerStateStore:
     """The store of these parameters, with its state where `options` has it. indices: of what is left of each."""
     sizes = [parameter.shape.numel() for parameter in parameters]
-    keys = [(parameter.key, parameter.replicas, parameter.weight_decay) for parameter in parameters]
+    keys = [
+        (parameter.key, parameter.replicas, parameter.weight_decay, isinstance(index, FullIndex))
+        for parameter, index in zip(parameters, indices or parameters, strict=True)
+    ]
     bucket_size = min(options.bucket_size, -(-max(sum(sizes), 1) // BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
     layout = StateLayout.of(sizes, keys, bucket_size=bucket_size, coarsening=options.coarsening)
     steps_on_host = options.location == "host" and options.step_on == "host"
@@ -515,6 +518,9 @@ class _StoreSink:
 
     def complete(self, parameter: nn.Parameter) -> None:
         self._store.complete(self._index[parameter])
+
+    def end_pass(self) -> None:
+        self._store.weights.flush()
 
     def finish(self) -> None:
         self._store.finish()

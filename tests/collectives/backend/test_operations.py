@@ -117,8 +117,8 @@ def test_calls_without_a_schedule_run_on_gloo(ranks):
     ranks(2).run(hand_everything_on)
 
 
-def gaps_on_gloo():
-    """gloo would send and write what lies between the elements, and leave some elements as they are."""
+def refused_on_gloo():
+    """gloo would send or write other bytes than the tensors', wait for a rank that is not there, or crash."""
     group = dist.new_group(backend="stretto")
     wide = torch.arange(12.0).view(3, 4)
     opts = dist.ReduceOptions()
@@ -133,8 +133,25 @@ def gaps_on_gloo():
     ):
         with pytest.raises(ValueError, match=r"with strides \(.*gloo.*pass tensor\.contiguous\(\)"):
             call()
-    with pytest.raises(ValueError, match=r"output of shape \(2,\) with strides \(4,\).*pass a contiguous output"):
-        dist.all_to_all_single(wide[:2, 0], torch.ones(2), group=group)
+    row, turned = torch.ones(2), torch.ones(3, 2).t()
+    given = [turned] * 2 if dist.get_rank() == 0 else None
+    for call, words in (
+        (lambda: dist.all_to_all_single(wide[:2, 0], row, group=group), r"shape \(2,\) .*pass a contiguous output"),
+        (lambda: dist.all_to_all_single(row, row, group=group), "pass an output of its own"),
+        (lambda: dist.all_to_all_single(row, row, [3, -1], [3, -1], group=group), "size of all_to_all_single is -1"),
+        (
+            lambda: dist.scatter(turned, given, 0, group=group),
+            "pass a contiguous output",
+        ),
+        (lambda: dist.reduce_scatter(turned, [turned] * 2, group=group), "pass a contiguous output"),
+        (lambda: dist.reduce_scatter(wide[:2, :3], [turned] * 2, group=group), "pass a contiguous output"),
+        (lambda: dist.reduce_scatter(torch.ones(2, 3), [turned] * 2, group=group), r"pass tensor\.contiguous\(\)"),
+        (lambda: dist.reduce_scatter_tensor(row[0], row, group=group), r"pass tensor\.view\(1\)"),
+        (lambda: group.send([row], 2, 0), "send to rank 2 of a group that has ranks 0 to 1"),
+        (lambda: group.recv([row], -1, 0), "receive from rank -1 of a group"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
     assert wide.tolist() == torch.arange(12.0).view(3, 4).tolist()
     scattered = torch.zeros(3)  # what is only sent is copied
     dist.scatter(scattered, [wide[:, 1], torch.ones(1).expand(3)] if dist.get_rank() == 0 else None, 0, group=group)
@@ -145,8 +162,8 @@ def gaps_on_gloo():
     dist.all_reduce(wide[:, 1:1], group=group)  # no elements, no gaps
 
 
-def test_tensors_with_gaps_that_gloo_would_read_or_write_wrongly_are_refused(ranks):
-    ranks(2).run(gaps_on_gloo)
+def test_calls_that_gloo_would_do_wrongly_or_crash_in_are_refused(ranks):
+    ranks(2).run(refused_on_gloo)
 
 
 def average_and_stride():

@@ -2,6 +2,7 @@
 """The watchers of several machines exchange lines through a store that others may write, too."""
 
 import random
+from dataclasses import asdict
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_whatever_is_written_into_the_store_only_lines_of_the_jobs_watchers_coun
     two.exchange([state_of(1)])
     one.exchange([state_of(0)])
     for _ in range(CHANGES):
-        line = two.sign({"number": rng.randrange(9), "node": 1, "ranks": [state_of(1).to_json()]}).encode()
+        line = two.sign({"number": rng.randrange(9), "node": 1, "ranks": [asdict(state_of(1))]}).encode()
         at, junk = rng.randrange(len(line)), rng.randbytes(rng.randrange(1, 80))
         values = [
             junk,
@@ -48,7 +49,7 @@ def test_whatever_is_written_into_the_store_only_lines_of_the_jobs_watchers_coun
             line[:at],
             line[:at] + junk + line[at:],
             line.replace(b"node1", b"node2"),
-            stranger.sign({"number": 1, "node": 1, "ranks": [state_of(1).to_json() | {"idle": 1e9}]}).encode(),
+            stranger.sign({"number": 1, "node": 1, "ranks": [asdict(state_of(1)) | {"idle": 1e9}]}).encode(),
             b"[" * rng.randrange(10_000),
             b"7,-1,1e9,../../x,99999999999999,",
         ]

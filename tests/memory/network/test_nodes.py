@@ -203,3 +203,13 @@ def test_nccls_device_api_is_refused_with_the_reason(monkeypatch, tmp_path, vers
     monkeypatch.setenv("STRETTO_PROXY", "gin")
     with pytest.raises(ValueError, match=f"STRETTO_PROXY=gin: .*{re.escape(words)}.*; auto, native, python would do"):
         choose_proxy()
+
+
+def put_with_gin_on_one_rank():
+    proxy = "gin" if dist.get_rank() == 1 else "python"
+    with pytest.raises(ValueError, match="rank 1 cannot put to other nodes: STRETTO_PROXY=gin"):
+        on_nodes("2x1", proxy, allocate, 64)
+
+
+def test_a_proxy_that_one_rank_alone_asks_for_in_vain_is_named_on_all(ranks):
+    ranks(2).run(put_with_gin_on_one_rank)

@@ -2,6 +2,7 @@
 """What `implementation="auto"` is: the fastest measured, else the predicted, within the memory for keys."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_a_first_call_confirms(ranks, tmp_path):
 def test_without_times_speeds_and_memory_decide(changes, speeds, expected, monkeypatch):
     monkeypatch.setattr(choice, "find_way", lambda name, ways, choose, group, device: choose())
     monkeypatch.setattr(choice, "find_times", lambda group, device: {})
-    monkeypatch.setattr(choice, "group_speeds", lambda group, device: speeds)
+    monkeypatch.setattr(choice, "find_agreed", lambda group, device: SimpleNamespace(speeds=speeds))
     assert choice.choose_way(CALL._replace(**changes), "any", torch.device("cuda")) == expected
 
 

@@ -113,7 +113,7 @@ def look_up_with_indices_of_two_dtypes():
         indices = torch.zeros(3 * len(tables), dtype=dtypes[rank])
         return ops.embedding_all_to_all(indices, offsets, tables, batch=3, name=name).unique().tolist()
 
-    with pytest.raises(ValueError, match="one dtype of indices: rank 0's is int32, rank 2's int64"):
+    with pytest.raises(ValueError, match=r"one dtype of indices: rank 0's is torch.int32, rank 2's torch.int64"):
         look_up((torch.int32, torch.int32, torch.int64), "two")
     same, schedule = torch.zeros(3 * len(tables), dtype=torch.int64), "direct-all-to-all" if rank == 1 else None
     with pytest.raises(ValueError, match=r"one schedule \(none: ''\): rank 0's is , rank 1's direct-all-to-all"):
@@ -264,7 +264,7 @@ def ask_wrongly():
         ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", sparse=True)
     for place, (own, words) in enumerate(
         (
-            (([table], [table.half()]), "one tables' dtype: rank 0's is float32, rank 1's float16"),
+            (([table], [table.half()]), "one tables' dtype: rank 0's is torch.float32, rank 1's torch.float16"),
             (([table], [table.clone().requires_grad_()]), "tables' requires_grad: rank 0's is False, rank 1's True"),
             (([table], [torch.zeros(2, 8), torch.zeros(2, 8)]), "one global batch: rank 0's is 4, rank 1's 2"),
             (([], []), "no rank of the group has a table"),

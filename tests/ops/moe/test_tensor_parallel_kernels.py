@@ -123,7 +123,6 @@ def launch_sending(transposed=False):
     )
     block_channel.begin.return_value = make_channel("p2p")
     block_channel.tensor = lambda shape, dtype, offset: torch.empty(shape, dtype=dtype)
-    workspace = mock.Mock(channel=block_channel)
     tables = torch.zeros(6, 64, dtype=torch.int32).unbind(0)
     order = TileOrder(tiles.look_up_tiles(*tables[:5]), tables[5], torch.zeros(4, dtype=torch.int32), 128)
     rows, weight = torch.empty(512, 768, dtype=torch.bfloat16), torch.empty(4, 1024, 768, dtype=torch.bfloat16)
@@ -133,7 +132,7 @@ def launch_sending(transposed=False):
     )
     config = find_config(GroupedWork("product", 128, False), 132)
     with (
-        mock.patch.object(kernels, "_take_slot", return_value=(workspace, 0, 0)),
+        mock.patch.object(kernels, "find_landing", return_value=(block_channel, 0, 0)),
         mock.patch.object(kernels.Routed, "order", return_value=order),
     ):
         kernels.multiply_leaving(config, rows, weight, torch.zeros(256, 2), routed, "group")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from stretto.execution import StateOptions
-from stretto.optim.sparse import EarlyBird, Masks, WeightMask, index, make_index
+from stretto.optim.sparse import EarlyBird, Masks, WeightMask, index, make_index, weights
 from stretto.optim.sparse.masks import count_left, pack, select_above, select_largest, unpack
+from stretto.optim.sparse.weights import SparseWeights
 
 SIZES = (1, 7, 64, 1023, 1024, 1025, 5000)
 
@@ -73,9 +74,7 @@ def check_kernels(dtype_name: str) -> None:
         for mask in draw_masks(seed=6)
         if len(mask) in (7, 1025) or (len(mask) == 1500 and mask[-1] and not mask[0])
     ]
-    with mock.patch.multiple(
-        index.BitmapIndex, _compress=index.BitmapIndex.launch_compress, _expand=index.BitmapIndex.launch_expand
-    ):
+    with mock.patch.object(index, "runs_kernels", return_value=True):
         for number, mask in enumerate(masks):
             made = index.BitmapIndex(pack(mask), len(mask))
             check_index(made, mask, dtype, cut(made.count, number))
@@ -90,30 +89,104 @@ def test_the_kernels_do_what_the_cpu_does(interpret: Any, dtype: str) -> None:
     interpret(1, check_kernels, dtype)
 
 
-def test_a_pruned_parameter_without_a_gradient_keeps_its_weights() -> None:
-    """Its bucket is updated, in a buffer that holds other numbers where the parameter's own would be."""
-    from stretto.optim.sparse.weights import SparseWeights
+def build(masks: list[torch.Tensor], **options: Any) -> Any:
+    """A store of parameters under masks (all true: not pruned) and their dense weights, all of which are 3."""
     from stretto.optim.state.store import StoredParameter
     from stretto.train.stored_optimizer import NoRanks, build_store, sgd_update
 
-    mask = torch.arange(20) % 2 == 0
-    indices = [make_index(pack(mask), 20), make_index(pack(mask), 20)]
-    parameters = [StoredParameter(name, torch.Size((10,)), (), 1, 0.0) for name in "ab"]
-    options = StateOptions("device", bucket_size=128)
+    indices = [index.FullIndex(len(m)) if m.all() else make_index(pack(m), len(m)) for m in masks]
+    parameters = [StoredParameter(str(n), torch.Size((made.count,)), (), 1, 0.0) for n, made in enumerate(indices)]
     store = build_store(
-        parameters, sgd_update(), torch.bfloat16, options, torch.device("cpu"), NoRanks(), indices=indices
-    )
-    dense = [torch.zeros(20, dtype=torch.bfloat16) for _ in "ab"]
+        parameters, sgd_update(), torch.bfloat16, StateOptions(**{"location": "device"} | options),
+        torch.device("cpu"), NoRanks(), indices=indices,
+    )  # fmt: skip
+    dense = [torch.zeros(len(mask), dtype=torch.bfloat16) for mask in masks]
     assert isinstance(store.weights, SparseWeights)
-    for number in range(2):
+    for number, made in enumerate(indices):
         store.weights.attach(number, dense[number])
-        store.set_weight(number, torch.full((10,), 3.0))
+        store.set_weight(number, torch.full((made.count,), 3.0))
     store.prepare()
+    return store, dense
+
+
+def test_a_pruned_parameter_without_a_gradient_keeps_its_weights() -> None:
+    """Its bucket is updated, in a buffer that holds other numbers where the parameter's own would be."""
+    mask = torch.arange(20) % 2 == 0
+    store, dense = build([mask, mask], bucket_size=128)
     store.add(0, torch.full((20,), 2.0))
     store.finish()
     store.step(0.5)
     assert torch.equal(dense[0], torch.where(mask, 2.0, 0.0).bfloat16())
     assert torch.equal(dense[1], torch.where(mask, 3.0, 0.0).bfloat16())
+
+
+def run_steps(masks: list[torch.Tensor], absent: int, options: dict[str, Any]) -> list[torch.Tensor]:
+    """Gradients and weights after two steps of two micro-batches; `absent` has a gradient in the second step alone, and
+    parameter 1 has two parts."""
+    generator = torch.Generator().manual_seed(len(masks))
+    store, dense = build(masks, **options)
+    found = []
+    for step in range(2):
+        for _ in range(2):
+            for number in reversed(range(len(masks))):
+                for _ in range(1 + (number == 1)):
+                    if number != absent or step:
+                        store.add(number, torch.randn(len(masks[number]), generator=generator).bfloat16())
+            store.weights.flush()
+        store.finish()
+        found.append(store.gradients.clone())
+        store.step(0.5)
+        found += [each.clone() for each in dense]
+    return found
+
+
+def check_many() -> None:
+    """Launches of many parameters, beside torch's operators: in whole buckets and in cut ones."""
+    masks = [mask for mask in draw_masks(seed=8) if len(mask) in (7, 1025, 1500)]
+    masks.insert(2, torch.zeros(1025, dtype=torch.bool))
+    cases: list[tuple[int, dict[str, Any]]] = [
+        (1, {"bucket_size": 512, "accumulates_fp32": True, "splits_weights": False}),
+        (4, {"bucket_size": 1 << 12, "location": "host", "step_on": "device"}),  # reads weights, which are split
+    ]
+    with mock.patch.object(weights, "MAX_KEPT", 4000):
+        for absent, options in cases:
+            expected = run_steps(masks, absent, options)
+            with mock.patch.object(index, "runs_kernels", return_value=True):
+                found = run_steps(masks, absent, options)
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_one_launch_for_many_parameters_does_what_one_for_each_does(interpret: Any) -> None:
+    interpret(1, check_many)
+
+
+def count_launches(parameters: int) -> list[str]:
+    """The launches of a step of so many parameters, of two micro-batches."""
+    from stretto.optim.sparse import kernels
+
+    masks = [torch.arange(128) % 2 == 0] * parameters + [torch.ones(128) > 0]
+    launched: list[str] = []
+    with (
+        mock.patch.object(index, "runs_kernels", return_value=True),
+        mock.patch.object(kernels, "launch_cached", lambda kernel, *_, **__: launched.append(kernel.__name__)),
+    ):
+        store, _ = build(masks, bucket_size=1 << 14)
+        launched.clear()
+        for _ in range(2):
+            for number in range(len(masks)):
+                store.add(number, torch.zeros(128, dtype=torch.bfloat16))
+            store.weights.flush()
+        store.finish()
+        store.step(0.5)
+    return launched
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_a_steps_launches_do_not_grow_with_its_parameters() -> None:
+    found = [count_launches(parameters) for parameters in (1, 30)]
+    assert found[0] == found[1] == ["_note_addresses", "_compress"] * 2 + ["_expand"] * 2
 
 
 def test_a_bitmap_takes_an_eighth_of_a_byte_a_number() -> None:

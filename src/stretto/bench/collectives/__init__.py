@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`stretto bench collectives`, `ablations` and `compile`: Stretto's collectives compared with NCCL's and torch's."""
+"""`stretto bench collectives`: Stretto's collectives compared with NCCL's and torch's."""

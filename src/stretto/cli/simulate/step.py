@@ -10,6 +10,7 @@ import typer
 
 from stretto.atomic_files import require_writable
 from stretto.axes import NAMES, check_sizes
+from stretto.cli.commands import refuse_options
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
 from stretto.execution import ExecutionOptions, Overlap
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 
 def step(
+    call: typer.Context,
     config: ConfigFile = None,
     model: Model = None,
     cluster: ClusterName = None,
@@ -90,6 +92,8 @@ def step(
     - stretto simulate step demo.toml --cluster dgx-h200 --gpus 4 --trace step.json --picture step.png
     """
     with refusing_bad_input(as_json=as_json):
+        if stragglers is None and slow_links is None:
+            refuse_options(call, "a step without --stragglers and --slow-links", "seed")
         given = {"model": model, "cluster": cluster, "batch": batch, "seq_len": seq_len, "gpus": gpus, "dtype": dtype}
         asked = _gather_inputs(config, given)
         for path, option in ((trace, "--trace"), (picture, "--picture")):

@@ -7,11 +7,13 @@ from typing import Annotated, Any
 import typer
 
 from stretto.atomic_files import require_writable
+from stretto.cli.commands import refuse_options
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
 
 
 def trace(
+    call: typer.Context,
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The files are PREFIX.0.et, PREFIX.1.et, ...")],
     topology: Topology = None,
     bandwidth: Bandwidth = None,
@@ -53,8 +55,9 @@ def trace(
         from stretto.suggestions import name_known
 
         network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
-        if replay and any(each is not None for each in (topology, cluster, bandwidth, latency, gpus, packet_bytes)):
-            raise ValueError("--replay uses no network: leave out --topology, --cluster and what belongs to them")
+        if replay:
+            network_names = ("topology", "cluster", "bandwidth", "latency", "gpus", "packet_bytes", "algorithm")
+            refuse_options(call, "--replay, which uses no network", *network_names)
         network = None if replay else network_options.build()
         chosen = {}
         for each in algorithm or ():

@@ -2,6 +2,8 @@
 """Decides for each call of the backend what runs it: an installed schedule, the fastest one, gloo or NCCL."""
 
 import contextlib
+import functools
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +19,7 @@ from stretto.collectives.backend.calls import NON_COLLECTIVE, BackendCall, find_
 from stretto.collectives.backend.debug_check import DebugCheck
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import FastestRun, Member, Runner
-from stretto.collectives.log_once import LogOnce
+from stretto.collectives.executor.layout import overlap
 from stretto.collectives.schedule import Schedule
 from stretto.memory import failures, is_debugging
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
 
     from stretto.collectives.backend.two_level import TwoLevelRunner
+
+logger = logging.getLogger("stretto.collectives")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +79,14 @@ class CallCounter:
         self._group = group
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
-        self._log = LogOnce()
+        self._log_once = functools.lru_cache(65536)(logger.debug)
 
     def count(self, call: BackendCall, ran_as: str, why: str) -> None:
         """Count a call, and log what ran it at debug level, once for calls that are alike."""
         with self._lock:
             self._counts[call.operation, ran_as] += 1
-        if self._log.is_enabled:
-            self._log.log(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
+        if logger.isEnabledFor(logging.DEBUG):
+            self._log_once(f"group {self._group}: {call.describe()} runs as {ran_as}: {why}")
 
     def read(self) -> dict[tuple[str, str], int]:
         with self._lock:
@@ -206,7 +210,7 @@ class Dispatcher:
             reason = why if fastest is None else f"{why}; {fastest.why}"
             inner = self.inner.get(call.device_type, "nothing")
             if inner == "gloo":
-                _refuse_gaps(call, reason)
+                _refuse_for_gloo(call, reason)
             self.counter.count(call, inner, reason)
             self._leave_to_inner(call)
             if self._fast is not None and inner == "nccl" and fastest is not None and fastest.is_settled:
@@ -335,8 +339,12 @@ _IGNORE_STRIDES = ("allreduce", "allreduce_coalesced", "reduce", "broadcast", "s
 """The operations of which gloo sends and writes as many consecutive elements as a tensor has, whatever its strides."""
 
 
-def _refuse_gaps(call: BackendCall, reason: str) -> None:
-    """Raise ValueError for tensors with gaps between their elements, of which gloo would send or write other bytes."""
+_BY_ROWS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+"""The operations in which gloo reads a tensor's first dimension without asking whether there is one."""
+
+
+def _refuse_for_gloo(call: BackendCall, reason: str) -> None:
+    """Raise ValueError for tensors of which gloo would send or write other bytes than theirs, or crash."""
     for tensor in (*call.inputs, *call.outputs) if call.operation in _IGNORE_STRIDES else ():
         is_strided = tensor.layout == torch.strided  # gloo has another implementation for sparse tensors
         if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -344,12 +352,30 @@ def _refuse_gaps(call: BackendCall, reason: str) -> None:
                 f"{call.operation} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: gloo, "
                 f"which runs this call ({reason}), does not support gaps between elements: pass tensor.contiguous()"
             )
-    # Of an all-to-all gloo itself refuses such an input, but writes the output's elements one after another.
-    for output in call.outputs if call.operation == "alltoall_base" else ():
+    # Of an all-to-all gloo itself refuses such an input, but writes the output's elements one after another. It adds
+    # the inputs of a reduce-scatter in the order of their memory, unless there are gaps.
+    for output in call.outputs if call.operation in ("alltoall_base", "reduce_scatter", "scatter") else ():
         if not output.is_contiguous():
             raise ValueError(
                 f"{call.operation} into an output of shape {tuple(output.shape)} with strides {output.stride()}: gloo, "
                 f"which runs this call ({reason}), does not support that: pass a contiguous output"
+            )
+    for input in call.inputs if call.operation == "reduce_scatter" else ():
+        if not input.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(input):
+            raise ValueError(
+                f"reduce_scatter of an input of shape {tuple(input.shape)} with strides {input.stride()}: gloo, which "
+                f"runs this call ({reason}), does not support that: pass tensor.contiguous()"
+            )
+    if call.operation == "alltoall_base" and overlap(call.inputs[0], call.outputs[0]):
+        raise ValueError(
+            f"alltoall_base whose output shares memory with its input: gloo, which runs this call ({reason}), "
+            "overwrites what it has yet to send: pass an output of its own"
+        )
+    for tensor in (*call.inputs, *call.outputs) if call.operation in _BY_ROWS else ():
+        if not tensor.dim():
+            raise ValueError(
+                f"{call.operation} of a tensor without dimensions: gloo, which runs this call ({reason}), divides the "
+                "first dimension: pass tensor.view(1)"
             )
 
 

@@ -101,9 +101,8 @@ def _find_bad_places(joint: JointSchedule) -> Iterator[str]:
                 yield f"{name} reads the memory of a rank that has offered nothing"
             if any((one.sender == NOBODY) != (one.channel == NOBODY) for one in move.sources):
                 yield f"{name} waits for a rank on no channel, or on a channel for no rank"
-            if joint.is_gather and not _is_copy(
-                move, pulls=joint.pulls
-            ):  # copy engines make these, the ones of x first
+            # Copy engines make these, the ones of x first.
+            if joint.is_gather and not _is_copy(move, pulls=joint.pulls):
                 yield f"{name} is not a copy of x, or of what it waits for, to gathered rows"
             for channel in [one.channel for one in move.sources] + [one.channel for one in move.destinations]:
                 if not NOBODY <= channel < joint.channels:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The collectives of msccl-tools, for its scripts: contents of buffers at the start, and a check of the end."""
 
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
+from stretto.collectives import collective
+from stretto.collectives.collective import Collective
 from stretto.collectives.msccl.values import MscclBuffer, MscclChunk, ReduceChunk
 
 Buffers = list[dict[Any, Any]]
@@ -33,11 +37,23 @@ class MscclCollective:
         """The place's name in memory, for collectives whose buffers share memory."""
         return buffer, index
 
-    def _is_as_expected(self, prog: Any, expected: dict[tuple[int, int], Any]) -> bool:
-        """Check whether each (rank, output index) holds that chunk or sum; prints the ones that do not."""
-        correct = True
-        for (rank, index), wanted in expected.items():
+
+class KnownCollective(MscclCollective):
+    """A collective whose conditions are one of ours."""
+
+    make: Callable[[int, int, bool], Collective]
+
+    def find_ours(self) -> Collective:
+        """Our collective with the same conditions."""
+        return type(self).make(self.num_ranks, self.chunk_factor, self.inplace)
+
+    def check(self, prog: Any) -> bool:
+        """Check whether each output chunk holds its chunk or sum; prints the ones that do not."""
+        correct, ours = True, self.find_ours()
+        for rank, index in product(range(ours.ranks), range(ours.output_chunks)):
             buffer, at = self.get_buffer_index(rank, MscclBuffer.output, index)
+            chunks = [MscclChunk(*each) for each in ours.expected(rank, index) or ()]
+            wanted = chunks[0] if len(chunks) == 1 else ReduceChunk(-1, chunks)
             found = prog.buffers[rank][buffer][at]
             if found != wanted:
                 print(f"rank {rank}'s output chunk {index} holds {found}, not {wanted}")
@@ -45,10 +61,11 @@ class MscclCollective:
         return correct
 
 
-class AllToAll(MscclCollective):
+class AllToAll(KnownCollective):
     """Rank r's output is every rank's r-th block of `chunk_factor` chunks."""
 
     name = "alltoall"
+    make = staticmethod(collective.AllToAll)
 
     def init_buffers(self) -> Buffers:
         size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
@@ -58,22 +75,12 @@ class AllToAll(MscclCollective):
             ranks.append({MscclBuffer.input: held, MscclBuffer.output: held if self.inplace else [None] * size})
         return ranks
 
-    def check(self, prog: Any) -> bool:
-        size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
-        return self._is_as_expected(
-            prog,
-            {
-                (rank, index): MscclChunk(index // block, rank * block + index % block)
-                for rank in range(self.num_ranks)
-                for index in range(size)
-            },
-        )
 
-
-class AllGather(MscclCollective):
+class AllGather(KnownCollective):
     """Every rank's output is all ranks' inputs of `chunk_factor` chunks. In place, the input is a part of it."""
 
     name = "allgather"
+    make = staticmethod(collective.AllGather)
 
     def init_buffers(self) -> Buffers:
         ranks = []
@@ -86,27 +93,17 @@ class AllGather(MscclCollective):
             ranks.append({MscclBuffer.input: held, MscclBuffer.output: output})
         return ranks
 
-    def check(self, prog: Any) -> bool:
-        block = self.chunk_factor
-        return self._is_as_expected(
-            prog,
-            {
-                (rank, index): MscclChunk(index // block, index % block)
-                for rank in range(self.num_ranks)
-                for index in range(self.num_ranks * block)
-            },
-        )
-
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
         if self.inplace and buffer is MscclBuffer.input:
             return MscclBuffer.output, rank * self.chunk_factor + index
         return buffer, index
 
 
-class AllReduce(MscclCollective):
+class AllReduce(KnownCollective):
     """Every rank's `chunk_factor` output chunks are the sums of all ranks' input chunks."""
 
     name = "allreduce"
+    make = staticmethod(collective.AllReduce)
 
     def init_buffers(self) -> Buffers:
         ranks = []
@@ -117,20 +114,15 @@ class AllReduce(MscclCollective):
             )
         return ranks
 
-    def check(self, prog: Any) -> bool:
-        sums = [_sum_of_all(self.num_ranks, index) for index in range(self.chunk_factor)]
-        return self._is_as_expected(
-            prog, {(rank, index): wanted for rank in range(self.num_ranks) for index, wanted in enumerate(sums)}
-        )
-
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
         return (MscclBuffer.input if self.inplace and buffer is MscclBuffer.output else buffer), index
 
 
-class ReduceScatter(MscclCollective):
+class ReduceScatter(KnownCollective):
     """Rank r's output is the sum of the r-th blocks of `chunk_factor` chunks. In place, it is a part of the input."""
 
     name = "reduce_scatter"
+    make = staticmethod(collective.ReduceScatter)
 
     def init_buffers(self) -> Buffers:
         size, block = self.num_ranks * self.chunk_factor, self.chunk_factor
@@ -144,22 +136,7 @@ class ReduceScatter(MscclCollective):
             ranks.append(buffers)
         return ranks
 
-    def check(self, prog: Any) -> bool:
-        block = self.chunk_factor
-        return self._is_as_expected(
-            prog,
-            {
-                (rank, index): _sum_of_all(self.num_ranks, rank * block + index)
-                for rank in range(self.num_ranks)
-                for index in range(block)
-            },
-        )
-
     def get_buffer_index(self, rank: int, buffer: Any, index: int) -> tuple[Any, int]:
         if self.inplace and buffer is MscclBuffer.output:
             return MscclBuffer.input, rank * self.chunk_factor + index
         return buffer, index
-
-
-def _sum_of_all(ranks: int, index: int) -> ReduceChunk:
-    return ReduceChunk(-1, [MscclChunk(rank, index) for rank in range(ranks)])

@@ -6,7 +6,7 @@ what its input buffers hold at the start. Its postcondition is code, so it is ta
 must hold at the end what it held at the end of the trace, which the script's check has approved.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,13 +15,6 @@ from stretto.collectives.collective import MAX_CHUNKS, Expected
 from stretto.collectives.language import Chunks, Operation, OperationKind, Program
 from stretto.collectives.msccl import conditions
 from stretto.collectives.msccl.values import MscclBuffer, ScriptError
-
-_KNOWN: dict[type[conditions.MscclCollective], Callable[[int, int, bool], ours.Collective]] = {
-    conditions.AllToAll: ours.AllToAll,
-    conditions.AllGather: ours.AllGather,
-    conditions.AllReduce: ours.AllReduce,
-    conditions.ReduceScatter: ours.ReduceScatter,
-}
 
 
 class ChunkRange(NamedTuple):
@@ -106,13 +99,12 @@ def is_index_wise(collective: ours.Collective) -> bool:
 
 def _find_known(collective: conditions.MscclCollective) -> ours.Collective | None:
     """Our collective with the same conditions, unless the script gave others."""
+    if not isinstance(collective, conditions.KnownCollective):
+        return None
     own = type(collective)
-    for theirs, make in _KNOWN.items():
-        if isinstance(collective, theirs) and all(
-            getattr(own, method) is getattr(theirs, method) for method in ("init_buffers", "check", "get_buffer_index")
-        ):
-            return make(collective.num_ranks, collective.chunk_factor, collective.inplace)
-    return None
+    known = next(each for each in own.__mro__ if each.__module__ == conditions.__name__)
+    methods = ("init_buffers", "check", "get_buffer_index")
+    return collective.find_ours() if all(getattr(own, one) is getattr(known, one) for one in methods) else None
 
 
 def _lay_out_scratch(buffers: conditions.Buffers) -> tuple[list[dict[Hashable, int]], tuple[int, ...]]:

@@ -23,8 +23,8 @@ from stretto.huggingface.context import (
     hands_arguments_on,
     ignores_positions,
     is_causal,
-    make_no_mask,
     refusal_of_interface,
+    register_attention,
 )
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.pretrained_model import unwrap
@@ -110,7 +110,7 @@ class PackedPasses:
         if self._has_hooks:
             return
         self._has_hooks = True
-        _register()
+        register_attention(NAME, _attend)
         for module in attentions_of(self._model):
             module.register_forward_pre_hook(self._begin_again, with_kwargs=True)
             module.register_forward_hook(self._end_again, always_call=True)
@@ -151,14 +151,6 @@ def _find(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor] | Non
     if documents is None:
         return None
     return {"packed_documents": documents} | ({} if mask is None else {"packed_padding": mask == 0})
-
-
-@functools.cache
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, make_no_mask)
 
 
 def _attend(

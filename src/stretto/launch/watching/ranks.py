@@ -7,7 +7,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -55,10 +55,6 @@ class RankState:
     has_failed: bool = False
     is_done: bool = False
     windows: tuple[Window, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain data, for the watchers of other nodes."""
-        return asdict(self)
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "RankState":

@@ -67,7 +67,7 @@ class NodeExchange:
         Returns the states of other machines' ranks, and the seconds for which nothing has come, by rank.
         """
         self._number += 1
-        line = {"number": self._number, "node": self._node, "ranks": [state.to_json() for state in own]}
+        line = {"number": self._number, "node": self._node, "ranks": [asdict(state) for state in own]}
         self._store.set(f"stretto/watch/{self._node}", self.sign(line))
         listed = self._listed()
         if self._node not in listed:  # at first, and if somebody has changed the list

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.ops import confirmation
-from stretto.ops.choices import find_way, group_speeds
+from stretto.ops.choices import find_agreed, find_way
 from stretto.ops.operator import exchange_text, find_group, find_known, require_agreement
 from stretto.ops.prediction import FITTED, Speeds
 from stretto.tuning import Autotuner, TimeKeys, TuningStore, machine_key
@@ -114,7 +114,7 @@ def _choose(
     if measured is None and prepare is not None:
         _confirm(call, ways, group, device, prepare, can_time, times)
         measured = _find_nearest(call, ways, times)
-    speeds = group_speeds(group, device)
+    speeds = find_agreed(group, device).speeds
     if measured is None and speeds is not None:
         seconds = {way: predict(call, way, speeds) for way in ways}
         best = min(ways, key=seconds.__getitem__)
@@ -198,9 +198,8 @@ def predict(call: AttentionProblem, way: str, speeds: Speeds) -> float:
     if way == "ulysses":
         sizes = (call.heads + call.kv_heads) * (call.size + call.value_size)
         sent = call.batch * call.length * sizes * call.dtype.itemsize * (call.degree - 1) / call.degree
-        half = (
-            sent / (FITTED.library_link * speeds.link) / 2
-        )  # q, k, v and the output: the other half's attention hides it
+        # Of q, k, v and the output: the other half's attention hides it.
+        half = sent / (FITTED.library_link * speeds.link) / 2
         heads = sum(
             4 * FITTED.library + half + max(0.0, half - computed)
             for computed in (products, backward * products)[: 1 + call.trains]

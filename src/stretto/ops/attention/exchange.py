@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.copy_engine import has_nvlink
 from stretto.ops.attention.plan import ExchangeStep, Range, count_rows
-from stretto.ops.choices import find_group_obstacle
+from stretto.ops.choices import find_agreed
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.operator import abandon, count_bytes, find_group, find_known, find_workspace, require_agreement
 
@@ -143,7 +143,7 @@ class Peers(NamedTuple):
 
 def can_copy(group: str, device: torch.device) -> bool:
     """Check whether copy engines reach all ranks' memory, the same on all ranks. Collective at a group's first call."""
-    if device.type != "cuda" or find_group(group).size() == 1 or find_group_obstacle(group, device):
+    if device.type != "cuda" or find_group(group).size() == 1 or find_agreed(group, device).obstacle:
         return False
     return bool(find_known(group, device, "nvlink", lambda: has_nvlink(find_group(group), device)))
 

@@ -18,7 +18,7 @@ from stretto.ops.attention.kernels import Part, attend
 from stretto.ops.attention.merge import merge_parts
 from stretto.ops.attention.one_rank import pack, unpack
 from stretto.ops.attention.plan import Mask, Range, list_key_blocks, make_plan
-from stretto.ops.choices import find_copies_obstacle, signals_by_copies
+from stretto.ops.choices import find_agreed
 from stretto.ops.joint.copies import CopiedMoves
 from stretto.ops.joint.kernel import count_signals, find_landing, require_verified
 from stretto.ops.joint.registry import find_schedule
@@ -55,7 +55,7 @@ def forward_by_schedule(
     own = make_plan(call.layout, rank, ranks, length, call.mask, "all_gather").own
     if not any(plan.moves for plan in joint.ranks):
         return merge_parts(attend(q, k, v, own, call.scale, varies), length, q.dtype, sinks)
-    if obstacle := find_copies_obstacle(call.group, q.device):
+    if obstacle := find_agreed(call.group, q.device).copies_obstacle:
         raise ValueError(f"{OPERATOR}: copy engines cannot move keys by a schedule: {obstacle}; leave schedule out")
     rows, plan = pack(k, v), joint.ranks[rank]
     landing = find_landing(call.group, q.device, count_bytes(joint.landed_rows, *rows.shape[1:], dtype=rows.dtype))
@@ -66,7 +66,7 @@ def forward_by_schedule(
     counts = find_known(call.group, q.device, key, lambda: count_signals(joint, channel.channels, rank).to(q.device))
 
     def start() -> Tensor:
-        mapping, is_slow = tiles.shard_tiles(1, ranks, 1), signals_by_copies(call.group, q.device)
+        mapping, is_slow = tiles.shard_tiles(1, ranks, 1), find_agreed(call.group, q.device).signals_by_copies
         channel.begin(OPERATOR, mapping, mapping, "p2p", counts=counts, slot=landing.slot, by_copies=is_slow)
         copied.place_own_rows()
         tiles.open_side_stream(channel, 0)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from stretto.memory.gpus import count_processors
 from stretto.ops.gemm import divide_up, fixed
-from stretto.tiles import INTERPRETED, Launches, kind_of
-from stretto.tiles.launches import count_shared_bytes
+from stretto.tiles import INTERPRETED, kind_of
+from stretto.tiles.launches import count_shared_bytes, find_launches
 
 SPLIT = 256
 """Keys of a split where bits must not depend on anything else."""
@@ -204,15 +204,12 @@ def _launch(
         call.keys, call.values, call.table, call.lengths, call.offsets, call.keys.shape[2], call.table.shape[1],
         *call.keys.stride()[:3],
     )  # fmt: skip
-    launch = _launches.setdefault(call.q.device, Launches())
+    launch = find_launches(call.q.device)
     flat = [each for one in arguments for each in (one if isinstance(one, NewTokens) else (one,))]
     kinds = [float if isinstance(one, float) else kind_of(one) for one in (*cache, *flat)]
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     key = *(one.value for one in shape), *kinds, *options.values()
     launch(kernel, key, programs, (cache, shape, *arguments), **options, enable_fp_fusion=not call.is_invariant)
-
-
-_launches: dict[torch.device, Launches] = {}
 
 
 def divide_keys(call: PagedCall, config: PagedConfig) -> tuple[int, int]:

@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.gemm import fixed
-from stretto.tiles import INTERPRETED, Launches, kind_of
+from stretto.tiles import INTERPRETED, kind_of
+from stretto.tiles.launches import find_launches
 
 _TILE = 1024  # elements of each half of heads in a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -76,7 +77,7 @@ def rotate_and_store(
     operands = query, key, value, cos, sin, out, key_cache, value_cache, places
     tensors = HeadTensors(*operands, query.stride(0), key.stride(0), value.stride(0))
     programs = tokens * triton.cdiv(heads + 2 * kv_heads, sizes[-1])
-    launch = _launches.setdefault(query.device, Launches())
+    launch = find_launches(query.device)
     launch(
         rotate_and_store_heads,
         (sizes, *map(kind_of, tensors)),
@@ -85,9 +86,6 @@ def rotate_and_store(
         num_warps=4,
     )
     return out
-
-
-_launches: dict[torch.device, Launches] = {}
 
 
 @triton.jit

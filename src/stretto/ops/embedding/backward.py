@@ -12,7 +12,6 @@
 
 import functools
 import itertools
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory import failures
-from stretto.memory.gpus import bound_blocks
+from stretto.memory.gpus import bound_blocks, count_multiprocessors
 from stretto.ops.embedding.backward_kernel import (
     QUANTUM,
     LookupKeys,
@@ -42,7 +41,6 @@ from stretto.ops.embedding.launch_config import (
     LaunchConfig,
     cache_on_device,
     copy_to_device,
-    count_multiprocessors,
     describe_pooling,
     describe_shapes,
     find_kind,
@@ -55,9 +53,9 @@ from stretto.ops.embedding.pooling_kernel import Bags, KernelTables
 from stretto.ops.embedding.scheduled import ScheduledMoves, find_way
 from stretto.ops.embedding.table_set import TableSet
 from stretto.ops.operator import find_group, find_kept, find_known, is_kept
+from stretto.tiles.launches import find_launches
 
 _CHANNELS = 8  # the most signals for each rank's rows of the gradient
-_launches: defaultdict[torch.device, tiles.Launches] = defaultdict(tiles.Launches)
 _MAX_BY_32_BITS = 1 << 31  # places in a gradient, in QUANTUMs; more take 64 bits
 _KEYS = LaunchConfig(bags=8, rows=1, slice=8, num_warps=2, programs=16, order="by_table")  # how keys are found
 
@@ -307,9 +305,8 @@ def sort_ahead(
     if not (lookups.dims and lookups.indices.numel() and placement.batch) or find_capture(device) is not None:
         return None
     config = choose_backward_config(round_up_to_power(max(lookups.dims)) * placement.dtype.itemsize, device)
-    errors = find_known(
-        group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device)
-    )  # not read
+    # Its errors are not read.
+    errors = find_known(group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device))
     like = torch.empty(0, placement.widths[placement.rank], dtype=placement.dtype, device=device)
     if device.type == "cpu":
         return SortedLookups(sort_lookups(lookups, placement, like, config, errors, firsts), None)
@@ -439,7 +436,7 @@ def sort_lookups(
     pooling = describe_pooling(_KEYS, lookups.mode, True)
     # torch aligns all memory that is allocated here alike, so kernels are compiled for its dtypes only.
     sizes = config, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
-    _launches[device](
+    find_launches(device)(
         find_keys,
         (lookups.mode, find_kind(tables), tiles.kind_of(world), sizes, *map(tiles.kind_of, bags)),
         programs,
@@ -450,7 +447,9 @@ def sort_lookups(
     blocks = -(-total // config.block)
     # One row for both counts: torch scans several rows with few threads.
     counts = torch.empty(2 * blocks, dtype=torch.int64, device=device)
-    _launches[device](count_chunks, sizes, blocks, (keys, counts, total, rows, config.limit, config.block), num_warps=4)
+    find_launches(device)(
+        count_chunks, sizes, blocks, (keys, counts, total, rows, config.limit, config.block), num_warps=4
+    )
     sums = counts.cumsum(0)
     totals = torch.empty(2, dtype=torch.int64, device=device)
     starts = torch.empty(total + 1, dtype=torch.int64, device=device)
@@ -463,7 +462,7 @@ def sort_lookups(
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
     arguments = keys, order, places, scales, tables_of, sums, segments, uniques, config.limit, config.block
-    _launches[device](place_chunks, sizes, blocks, arguments, num_warps=4)
+    find_launches(device)(place_chunks, sizes, blocks, arguments, num_warps=4)
     return StagedGradients(staging, segments, uniques, bases, config, sizes)
 
 
@@ -513,7 +512,7 @@ def reduce_rows(
     kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
     programs = config.programs * count_multiprocessors(device)
-    _launches[device](
+    find_launches(device)(
         reduce_chunks,
         kinds,
         programs,
@@ -522,7 +521,7 @@ def reduce_rows(
         num_stages=1,
     )
     if cuts:
-        _launches[device](combine_chunks, kinds, cuts, (*arguments, config.rows), num_warps=1, num_stages=1)
+        find_launches(device)(combine_chunks, kinds, cuts, (*arguments, config.rows), num_warps=1, num_stages=1)
 
 
 @functools.lru_cache(maxsize=256)

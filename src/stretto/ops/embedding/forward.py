@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory import PeerError
-from stretto.memory.gpus import limit_waiting
+from stretto.memory.gpus import count_multiprocessors, limit_waiting
 from stretto.ops.embedding.autotune import find_tuned_config
 from stretto.ops.embedding.forward_kernel import UNIT, RingPointers, begin_pooling, pool_alone, pool_and_send
 from stretto.ops.embedding.index_errors import IndexErrors
@@ -24,7 +24,6 @@ from stretto.ops.embedding.launch_config import (
     LaunchConfig,
     LookupSize,
     choose_launch_config,
-    count_multiprocessors,
     describe_pooling,
     describe_tables,
     find_kind,

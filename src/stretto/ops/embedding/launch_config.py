@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from stretto.memory.gpus import count_multiprocessors
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.placement import common_multiple
 from stretto.ops.embedding.pooling_kernel import KernelTables, PoolingConfig
@@ -120,12 +121,6 @@ def list_launch_configs(chosen: LaunchConfig, device: torch.device) -> list[Laun
 def round_up_to_power(number: int) -> int:
     """Round up to a power of two. Triton's own function, made for kernels too, costs the host microseconds."""
     return 1 << max(number - 1, 0).bit_length()
-
-
-@functools.lru_cache
-def count_multiprocessors(device: torch.device) -> int:
-    """Return a GPU's number of multiprocessors; 1 for a CPU."""
-    return 1 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 _kept: dict[tuple[object, ...], Tensor] = {}

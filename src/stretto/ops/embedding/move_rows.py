@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stretto.ops.embedding.launch_config import count_multiprocessors, round_up_to_power
+from stretto.memory.gpus import count_multiprocessors
+from stretto.ops.embedding.launch_config import round_up_to_power
 from stretto.tiles.launches import launch_cached, launch_kernel
 
 _BLOCK = 1024  # numbers that a program moves at once

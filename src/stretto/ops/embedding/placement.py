@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.memory import exchange
 from stretto.memory.plain_data import all_gather_data
 from stretto.ops.embedding.table_set import name_dtypes
-from stretto.ops.operator import DTYPES, find_group, find_known
+from stretto.ops.operator import DTYPES, find_group, find_known, require_device
 
 MODES = ("sum", "mean")
 AGREED, GRADIENTS = 1, 2
@@ -130,7 +130,7 @@ def require_input(
             f"{name}: {world} ranks do not divide the global batch of {count}: {-(-count // world) * world} will do"
         )
     if not torch.compiler.is_compiling():
-        _require_device(name, offsets)
+        require_device(name, "offsets are", offsets)
     return count
 
 
@@ -157,24 +157,14 @@ def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> i
     return bags // tables
 
 
-def _require_device(name: str, offsets: Tensor) -> None:
-    if offsets.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{name} takes tensors on devices of type cpu or cuda, not {offsets.device}")
-    if offsets.device.type == "cuda" and offsets.device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"{name}: offsets are on {offsets.device}, and this rank's current GPU is {torch.cuda.current_device()}: "
-            "call torch.cuda.set_device first"
-        )
-
-
 class _RankTables(NamedTuple):
     """A rank's description of its tables for the others. dtype, needs_grad, index_dtype: None if it has no tables."""
 
     dims: tuple[int, ...]
-    dtype: str | None
+    dtype: torch.dtype | None
     batch: int
     needs_grad: bool | None
-    index_dtype: str | None
+    index_dtype: torch.dtype | None
     schedule: str
 
 
@@ -198,14 +188,10 @@ def find_placement(
     def make() -> EmbeddingPlacement:
         if not dims:
             return _agree(group, device, _RankTables(dims, None, batch, None, None, schedule))
-        own = _RankTables(dims, _name(dtype), batch, needs_grad, _name(index_dtype), schedule)
+        own = _RankTables(dims, dtype, batch, needs_grad, index_dtype, schedule)
         return _agree(group, device, own)
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def find_permit(group: str, device: torch.device, placement: EmbeddingPlacement) -> Tensor:
@@ -245,8 +231,8 @@ def _agree(group: str, device: torch.device, own: _RankTables) -> EmbeddingPlace
                     f"embedding_all_to_all: all ranks have one {names[what]}: rank {first}'s is {value}, rank {rank}'s "
                     f"{other_value}"
                 )
-    dtype = getattr(torch, owners[0][1].dtype or "")
-    dims = tuple(other.dims for other in every)
+    dims, dtype = tuple(other.dims for other in every), owners[0][1].dtype
+    assert dtype is not None
     return EmbeddingPlacement(process_group.rank(), dims, dtype, own.batch)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import NCCL_BLOCKS, limit_waiting
-from stretto.ops.choices import find_nodes
+from stretto.ops.choices import find_agreed
 from stretto.ops.embedding.backward_kernel import begin_push
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement
@@ -60,7 +60,7 @@ class ScheduledMoves(NamedTuple):
     ) -> "ScheduledMoves":
         """Make the group's; all ranks call it. ValueError for a schedule that is refused. is_back: of gradients."""
         world, rank, batch = placement.world_size, placement.rank, placement.local_batch
-        nodes = find_nodes(group, device)
+        nodes = find_agreed(group, device).nodes
         here = find_node_group(group, device, nodes) if nodes else group
         near = find_group(here).size()
         signals = limit_channels(near, CHANNELS) * near - world  # beside those of what is pooled
@@ -127,5 +127,5 @@ def _count_programs(device: torch.device) -> int:
 
 def find_way(group: str, device: torch.device, schedule: str = "") -> str:
     """The schedule of a call: the caller's, else that of a group of several nodes; "" for the kernels' own exchange."""
-    nodes = find_nodes(group, device)
+    nodes = find_agreed(group, device).nodes
     return schedule or (name_between_nodes("embedding_all_to_all", nodes) if nodes else "")

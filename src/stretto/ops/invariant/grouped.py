@@ -15,7 +15,7 @@ from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.invariant.kernels import Leaves, add_leaf, choose_blocks, pad_leaves
 from stretto.ops.invariant.matmul import multiply_by_torch, reduce_by_tree, round_sum
 from stretto.tiles import INTERPRETED
-from stretto.tiles.launches import Launches, count_shared_bytes, kind_of
+from stretto.tiles.launches import count_shared_bytes, find_launches, kind_of
 
 
 class ExpertTiles(NamedTuple):
@@ -51,9 +51,6 @@ def multiply_groups(rows: Tensor, weight: Tensor, offsets: Tensor, leaves: int, 
     return reduce_by_tree(product, None, rows.dtype, group) if group else product
 
 
-_launches: dict[torch.device, Launches] = {}
-
-
 def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, leaves: int, dtype: torch.dtype) -> Tensor:
     experts, n, k = weight.shape
     out = rows.new_zeros(rows.shape[0], n, dtype=dtype)
@@ -74,7 +71,7 @@ def _launch(rows: Tensor, weight: Tensor, offsets: Tensor, leaves: int, dtype: t
     constants = blocks.m, blocks.n, blocks.k, triton.next_power_of_2(experts), "ieee" if exact else "tf32"
     tiles = ExpertTiles(n, k, experts, *weight.stride(), *map(fixed, constants))
     options = {"num_warps": blocks.num_warps, "num_stages": min(blocks.num_stages, 4)}
-    launch = _launches.setdefault(rows.device, Launches())
+    launch = find_launches(rows.device)
     row_tiles = rows.shape[0] // blocks.m + experts
     launch(
         sum_expert_leaves,

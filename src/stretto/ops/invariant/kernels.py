@@ -35,7 +35,7 @@ from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
 from stretto.ops.small_m import PacketExchange, choose_streaming, count_bytes, send_tile
-from stretto.tiles.launches import Launches, count_shared_bytes
+from stretto.tiles.launches import Launches, count_shared_bytes, find_launches
 
 _MIN_DEPTH = 16  # of a step over k
 _STAGE_BYTES = 160 << 10  # of shared memory for stages, at most
@@ -172,7 +172,7 @@ def multiply_in_parts(x: Tensor, weight: Tensor, leaves: int, tile: Tile | None 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, tile: Tile) -> Tensor:
     out = x.new_empty(tile.parts * x.shape[0], weight.shape[0], dtype=dtype)
     if out.numel():
-        launch = _launches.setdefault(x.device, Launches())
+        launch = find_launches(x.device)
         exchange = PacketExchange(0, 0, fixed("none"), fixed(0), fixed(False))
         _launch(launch, None, exchange, x, weight, leaves, None, bias, out, tile)
     return out
@@ -209,9 +209,6 @@ def _send(
     x, weight = pad_leaves(x, weight, leaves)
     tile = _find_tile(x, weight, leaves, takes_parts=False)
     _launch(workspace.channel.launch, channel, exchange, x, weight, leaves, staging, None, None, tile)
-
-
-_launches: dict[torch.device, Launches] = {}
 
 
 def _find_tile(x: Tensor, weight: Tensor, leaves: int, *, takes_parts: bool) -> Tile:

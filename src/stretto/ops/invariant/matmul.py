@@ -15,6 +15,8 @@ from stretto.ops.operator import (
     all_reduce,
     count_product_flops,
     define_operator,
+    differentiate_product,
+    divide_first_dim,
     find_group,
     flatten_rows,
     gather_rows,
@@ -192,9 +194,8 @@ def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, form: s
             raise ValueError(f"{name}: {leaves} leaves do not divide k, {x.shape[1]}: {nearest} will do")
         return leaves
     world = find_group(group).size()
-    if form == "reduce_scatter" and x.shape[0] % world:
-        more = -(-x.shape[0] // world) * world
-        raise ValueError(f"{name}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+    if form == "reduce_scatter":
+        divide_first_dim(name, x, world)
     return count_leaves(name, x.shape[1], world)
 
 
@@ -212,18 +213,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients as of `matmul_all_reduce` and `matmul_reduce_scatter`."""
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    total = grad = grad.contiguous()
-    if (needs_x or needs_weight) and ctx.form == "reduce_scatter":
-        total = gather_rows(grad, ctx.group)
-    elif (needs_x or needs_weight) and ctx.form == "all_reduce" and not ctx.is_replicated:
-        total = all_reduce(grad, ctx.group)
-    grad_bias = grad.sum(0) if ctx.has_bias and needs_bias else None
-    return (
-        total @ weight if needs_x else None, total.t() @ x if needs_weight else None, grad_bias,
-        None, None, None, None,
-    )  # fmt: skip
+    exchange = {"reduce_scatter": gather_rows, "all_reduce": all_reduce}.get(ctx.form)
+    return *differentiate_product(ctx, grad, None if ctx.is_replicated else exchange), None, None, None, None
 
 
 _call = define_operator(

@@ -31,7 +31,7 @@ from stretto.collectives.joint.verifier import verify_joint
 from stretto.memory import group_timeout
 from stretto.memory.gpus import count_processors, leave_room_for_copies, limit_waiting
 from stretto.memory.groups import make_node_group, next_group_number
-from stretto.ops.choices import find_nodes, signals_by_copies
+from stretto.ops.choices import find_agreed
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
     GroupProduct,
@@ -312,7 +312,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     blocks = config.blocks
     assert blocks is not None
     by_copies, pulls = config.transfer == "copies", config.direction == "pull"
-    members, nodes = find_group(group), find_nodes(group, x.device)
+    members, nodes = find_group(group), find_agreed(group, x.device).nodes
     shape = members.size(), x.shape[0], blocks.m
     shifts = config.is_shifted
     joint = find_joint(operator, config.schedule, *shape, nodes, pulls=pulls, is_shifted=shifts)
@@ -366,7 +366,7 @@ def launch_joint(operator: str, config: KernelConfig, product: GroupProduct, dty
     try:
         channel = block_channel.begin(
             operator, tables.destinations, tables.row_tiles, "p2p", counts=tables.counts, slot=landing.slot,
-            by_copies=signals_by_copies(group, x.device),
+            by_copies=find_agreed(group, x.device).signals_by_copies,
         )  # fmt: skip
         puts = None if put_channel is None else put_channel.begin(operator)
         if by_copies:
@@ -443,8 +443,7 @@ class Landing(NamedTuple):
 def find_landing(group: str, device: torch.device, size: int) -> Landing:
     """Find or allocate memory of `size` bytes for the next call's moves; collective where it allocates."""
     workspace = find_workspace(group, device, max(size, 1), "copy_engine")
-    slot = next(workspace.slot_cycle)
-    return Landing(workspace.channel, slot * workspace.slot_bytes, slot if workspace.slots == 2 else None)
+    return Landing(workspace.channel, *workspace.take_slot())
 
 
 def _count_moved_rows(joint: JointSchedule, rank: int) -> int:

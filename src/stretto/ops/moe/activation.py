@@ -41,6 +41,17 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
     return function(gate) * up
 
 
+def has_gate(operator: str, gate_up: Tensor, down: Tensor) -> bool:
+    """True for gate and up projections, False for an up projection alone. ValueError where they do not fit `down`."""
+    inner = down.shape[-1]
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
+        raise ValueError(
+            f"{operator} takes gate_up [e, 2 * f, h], or [e, f, h] without a gate, and down [e, h, f], not "
+            f"{list(gate_up.shape)} and {list(down.shape)}"
+        )
+    return gate_up.shape[1] != inner
+
+
 def find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
     """The function that an activation is, or names. ValueError for an unknown name."""
     if not isinstance(activation, str):

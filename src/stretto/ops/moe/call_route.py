@@ -13,7 +13,7 @@ from stretto.memory import group_timeout
 from stretto.memory.copy_engine import has_nvlink
 from stretto.memory.groups import make_local_group, next_group_number
 from stretto.memory.plain_data import all_gather_data
-from stretto.ops.choices import find_group_obstacle, find_nodes, find_routed_obstacle
+from stretto.ops.choices import find_agreed
 from stretto.ops.joint.registry import name_between_nodes, name_schedule
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route, find_messages
@@ -129,7 +129,7 @@ def _name_schedule(schedule: str | Schedule, implementation: str, ranks: int) ->
 @torch.compiler.disable
 def _name_between_nodes(group: dist.ProcessGroup, device: torch.device) -> str:
     """The schedule by which tokens go between nodes; "" in one, where kernels store them."""
-    nodes = find_nodes(find_name(group), device)
+    nodes = find_agreed(find_name(group), device).nodes
     return name_between_nodes("dispatch_grouped_matmul", nodes) if nodes else ""
 
 
@@ -193,7 +193,8 @@ def _runs_kernels(
     obstacle = "gather_group without a group gathers by the library" if group is None else ""
     if group is not None:
         joint = group if gather_group is None else _join(group, gather_group, device)[0]
-        obstacle = (find_routed_obstacle if schedule else find_group_obstacle)(find_name(joint), device)
+        agreed = find_agreed(find_name(joint), device)
+        obstacle = agreed.routed_obstacle if schedule else agreed.obstacle
     if implementation == "kernel":
         if obstacle:
             raise ValueError(f'{operator}: no kernel can run: {obstacle}; implementation="library" will do')

@@ -19,6 +19,7 @@ from stretto.ops.moe.activation import (
     differentiate_weighed,
     find_activation,
     gated_activation,
+    has_gate,
     is_silu,
 )
 from stretto.ops.moe.grouped import kernels
@@ -53,17 +54,12 @@ def experts_mlp(
     down[i] @ activation(rows @ up[i].T). All of one dtype. `gated_activation` says what activation may be;
     implementation and errors are those of `grouped_matmul`, and ValueError for projections that do not fit each other.
     """
-    inner = down.shape[-1]
-    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
-        raise ValueError(
-            "experts_mlp takes gate_up [e, 2 * F, h], or [e, F, h] without a gate, and down [e, h, F], not "
-            f"{list(gate_up.shape)} and {list(down.shape)}"
-        )
+    is_gated = has_gate("experts_mlp", gate_up, down)
     require_implementation(implementation)
-    function, is_gated = find_activation(activation), gate_up.shape[1] != inner
+    function = find_activation(activation)
     if is_gated and is_silu(function):
         require_operands("experts_mlp", rows, gate_up, offsets)
-        require_operands("experts_mlp", rows.new_empty(rows.shape[0], inner), down, offsets)
+        require_operands("experts_mlp", rows.new_empty(rows.shape[0], down.shape[-1]), down, offsets)
         keeps_inner = needs_gradients(rows, gate_up, down)
         return _multiply_experts(rows, offsets, gate_up, down, None, None, None, keeps_inner, implementation)[0]
     hidden = grouped_matmul(rows, gate_up, offsets, implementation=implementation)

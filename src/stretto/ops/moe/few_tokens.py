@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from stretto import tiles
 from stretto.memory.gpus import find_capability, limit_waiting
+from stretto.ops.gemm import align
 from stretto.ops.moe.call_route import check_call
 from stretto.ops.moe.few_kernels import FewLayout, ReceivedRows, SentChoices, combine_sums, dispatch_tokens
 from stretto.ops.moe.fixed_rows import find_fixed_route
@@ -36,6 +37,7 @@ from stretto.ops.operator import (
     scatter_sum,
 )
 from stretto.ops.scaled import quantize_rows
+from stretto.ops.small_m import THREADS_OF_A_WARP
 
 MAX_TOKENS = 128
 """The most tokens of a rank."""
@@ -46,7 +48,6 @@ _MAX_PLACES = 1024  # counts of a rank: for each of its experts, and tokens, fro
 _MAX_RANKS = 32  # a bit each: `SentChoices.holders`
 _MAX_COMPARED = 1 << 15  # pairs of a choice and a count in a program at once
 _FP8_CAPABILITY = (8, 9)  # the first with conversions to e4m3
-_THREADS_OF_A_WARP = 64 if torch.version.hip else 32
 _ALIGNMENT = 128
 
 
@@ -289,7 +290,7 @@ def _send_by_kernel(
     positions = torch.empty(world * max_tokens, k, dtype=torch.int32, device=device)
     choices = SentChoices(positions, torch.empty_like(positions, dtype=torch.float32), counts, holders)
     words = (row_bytes if payload is None else x.shape[1]) // _PACKET_BYTES
-    operands = received, _align(x), ids.contiguous(), weights.contiguous()
+    operands = received, align(x.contiguous()), ids.contiguous(), weights.contiguous()
     _launch("moe.dispatch_few", dispatch_tokens, group, sizes, words, choices, operands, len(x), payload is not None)
     return received.rows, offsets, choices
 
@@ -298,16 +299,10 @@ def _combine_by_kernel(
     rows: Tensor, choices: SentChoices, sizes: tuple[int, int, int, int], tokens: int, group: dist.ProcessGroup
 ) -> Tensor:
     out = rows.new_empty(tokens, rows.shape[1])
-    operands = _align(rows), out
+    operands = align(rows.contiguous()), out
     words = sizes[3] // _PACKET_BYTES
     _launch("moe.combine_few", combine_sums, group, sizes, words, choices, operands, tokens)
     return out
-
-
-def _align(rows: Tensor) -> Tensor:
-    """The rows, contiguous and where kernels can load packets of them: a copy of a view that begins elsewhere."""
-    rows = rows.contiguous()
-    return rows.clone() if rows.data_ptr() % _GRAIN else rows
 
 
 def _launch(
@@ -332,7 +327,7 @@ def _launch(
         return FewWorkspace(channel, numbered, packets, first)
 
     programs, rows, block, warps = _divide(device, world, *sizes[:3], words, tokens)
-    layout = _describe(world, sizes, words, rows, block, warps * _THREADS_OF_A_WARP)
+    layout = _describe(world, sizes, words, rows, block, warps * THREADS_OF_A_WARP)
     workspace = find_kept(name, device, ("moe few", *sizes), make)
     try:
         channel = workspace.channel.enter(operator, "p2p")
@@ -383,7 +378,7 @@ def _divide(
     if device.type != "cuda":
         return 2, 2, triton.next_power_of_2(min(words, 16)), 1
     programs = limit_waiting(world * max_tokens * triton.cdiv(words, 512), device)
-    block = max(min(triton.next_power_of_2(words), 512), 4 * _THREADS_OF_A_WARP * 2)
+    block = max(min(triton.next_power_of_2(words), 512), 4 * THREADS_OF_A_WARP * 2)
     if world * tokens * triton.cdiv(words, block) > programs and words > block:
         block *= 2
     compared = triton.next_power_of_2(k) * triton.next_power_of_2(world * (local + 1))
@@ -394,5 +389,5 @@ def _divide(
         and 2 * rows * compared <= _MAX_COMPARED
     ):
         rows *= 2
-    warps = min(max(rows * block // (4 * _THREADS_OF_A_WARP), 4), 1024 // _THREADS_OF_A_WARP // 2)
+    warps = min(max(rows * block // (4 * THREADS_OF_A_WARP), 4), 1024 // THREADS_OF_A_WARP // 2)
     return programs, rows, block, 1 << (warps.bit_length() - 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.collectives.joint.routed import RoutedSchedule
 from stretto.memory.gpus import NCCL_BLOCKS, count_processors, limit_waiting
-from stretto.ops.choices import find_nodes
+from stretto.ops.choices import find_agreed
 from stretto.ops.joint.kernel import find_node_group, find_put_channel
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.moe.exchange_kernel import SummedRows, exchange_counts, push_rows
@@ -284,7 +284,7 @@ def _exchange_counts(
 ) -> Tensor:
     """All ranks' counts [ranks, 2], and then their sums: int32 [source, destination, 2]; records more than max_rows."""
     world, name, device = group.size(), find_name(group), counts.device
-    if find_nodes(name, device):
+    if find_agreed(name, device).nodes:
         table = counts.new_empty(world + 1, *counts.shape)
         find_put_channel(name, device, _count_movers(device)).all_gather(counts.contiguous(), table[:world])
         torch.sum(table[:world], 0, dtype=torch.int32, out=table[world])
@@ -347,7 +347,7 @@ def _push(
     has for another.
     """
     rows, columns, name, world = rows.contiguous(), rows.shape[1], find_name(group), group.size()
-    nodes = find_nodes(name, rows.device)
+    nodes = find_agreed(name, rows.device).nodes
     here = find_node_group(name, rows.device, nodes) if nodes else name
     near = find_group(here).size()
     routed = find_messages(way[0], world, near) if way[0] else None
@@ -372,7 +372,7 @@ def _push(
         mapping = tables.as_shards(world)
     block_channel.check()
     try:
-        slot = next(workspace.slot_cycle)
+        offset, slot = workspace.take_slot()
         producer, consumer = (mapping, mapping) if tables is None else (tables.destinations, tables.arrivals)
         channel = block_channel.begin(
             "moe exchange",
@@ -380,9 +380,9 @@ def _push(
             consumer,
             "p2p",
             counts=None if tables is None else tables.counts,
-            slot=slot if workspace.slots == 2 else None,
+            slot=slot,
         )
-        staging = block_channel.tensor(shape, rows.dtype, offset=slot * workspace.slot_bytes)
+        staging = block_channel.tensor(shape, rows.dtype, offset=offset)
         block = min(choose_block(columns)[0], triton.next_power_of_2(shape[1]))
         tile_bytes = _TILE_BYTES if sums is None else _SUMMED_BYTES
         tile_rows = min(max(tile_bytes // (block * rows.itemsize), 1), _TILE_ROWS) if rows.is_cuda else 4

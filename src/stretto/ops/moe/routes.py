@@ -276,5 +276,4 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def scatter_sum(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Reduce-scatter rows [ranks * n, h] to [n, h]: on CPUs added in fp32 in rank order, on GPUs by NCCL."""
-    scatter = operator.scatter_sum if rows.device.type == "cpu" else operator.reduce_scatter
-    return scatter(rows.contiguous(), find_name(group))
+    return operator.reduce_scatter(rows.contiguous(), find_name(group))

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.ops import choices
-from stretto.ops.choices import find_group_obstacle
+from stretto.ops.choices import find_agreed
 from stretto.ops.config import LIBRARY, GemmProblem, KernelConfig, decode
-from stretto.ops.gemm import TMA_BYTES
-from stretto.ops.moe.activation import Activation, find_activation, gated_activation
+from stretto.ops.gemm import align
+from stretto.ops.moe.activation import Activation, find_activation, gated_activation, has_gate
 from stretto.ops.moe.grouped.config import GroupedConfig, choose_config, require_implementation
 from stretto.ops.moe.grouped.matmul import compute_product, grouped_weight_gradient, require_operands, take_rows
 from stretto.ops.moe.permutation import (
@@ -44,7 +44,6 @@ from stretto.ops.operator import (
     needs_gradients,
     reduce_scatter,
     require_agreement,
-    scatter_sum,
 )
 
 
@@ -141,16 +140,10 @@ def moe_mlp(
     without a gate. down: [e, h, f]. It is `all_gather_moe`, the activation, and `moe_reduce_scatter`, whose arguments
     and errors these are; activation is that of `gated_activation`. ValueError too for weights that do not fit.
     """
-    inner = down.shape[-1]
-    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
-        raise ValueError(
-            "moe_mlp takes gate_up [e, 2 * f, h], or [e, f, h] without a gate, and down [e, h, f], not "
-            f"{list(gate_up.shape)} and {list(down.shape)}"
-        )
+    is_gated = has_gate("moe_mlp", gate_up, down)
     require_weighted("moe_mlp", x, topk_weights, topk_ids.shape)
     function = find_activation(activation)
     found = all_gather_moe(x, gate_up, topk_ids, group, implementation=implementation)
-    is_gated = gate_up.shape[1] != inner
     rows = gated_activation(found.rows, activation) if is_gated else function(found.rows)
     return moe_reduce_scatter(rows, down, found.handle, topk_weights, group, implementation=implementation)
 
@@ -244,7 +237,7 @@ def _find_obstacle(implementation: str, group: str, device: torch.device) -> str
     """Why the group's ranks can run no kernels that were asked for, "" if they can."""
     obstacle = ""
     if implementation not in ("auto", "library") and find_group(group).size() > 1:
-        obstacle = find_group_obstacle(group, device)
+        obstacle = find_agreed(group, device).obstacle
     return obstacle and f'no kernel can run: {obstacle}; implementation="library" will do'
 
 
@@ -263,7 +256,7 @@ def _scatter(sums: Tensor, group: str) -> Tensor:
     ranks = find_group(group).size()
     if not sums.numel() or ranks == 1:
         return sums[: sums.shape[0] // ranks].clone()
-    return reduce_scatter(sums, group) if sums.is_cuda else scatter_sum(sums, group)
+    return reduce_scatter(sums, group)
 
 
 # All-gather + grouped product.
@@ -280,7 +273,7 @@ def _run_gather(
     keeps_gathered: bool,
 ) -> tuple[Tensor, Tensor]:
     """(rows [n, f], gathered tokens [ranks * t, h] if they are kept, else none)."""
-    x, weight = _align(x.contiguous()), _orient(weight)
+    x, weight = align(x.contiguous()), _orient(weight)
     if implementation == "auto":
         implementation = choose_implementation(
             "all_gather_moe", x, weight.shape, positions, group,
@@ -301,12 +294,7 @@ def _run_gather(
 
 def _orient(weight: Tensor) -> Tensor:
     """The weight, contiguous or the transpose of what is."""
-    return _align(weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous())
-
-
-def _align(operand: Tensor) -> Tensor:
-    """The operand, in memory that TMA takes: all ranks make one choice, and their addresses may differ."""
-    return operand if operand.data_ptr() % TMA_BYTES == 0 else operand.clone()
+    return align(weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous())
 
 
 def _fake_gather(
@@ -354,7 +342,7 @@ def _run_scatter(
     implementation: str,
 ) -> tuple[Tensor, Tensor]:
     """(this rank's tokens [t, h], all ranks' weights [ranks * t, k], of no elements without weights)."""
-    rows, weight = _align(rows.contiguous()), _orient(weight)
+    rows, weight = align(rows.contiguous()), _orient(weight)
     weighted = "unweighted" if topk_weights is None else topk_weights.dtype
     if implementation == "auto":
         implementation = choose_implementation(

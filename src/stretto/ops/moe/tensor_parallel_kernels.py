@@ -19,10 +19,11 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import leave_room_for_copies, limit_waiting
 from stretto.ops.gemm import order_tiles
+from stretto.ops.joint.kernel import find_landing
 from stretto.ops.moe.grouped.config import GroupedConfig
 from stretto.ops.moe.grouped.kernels import _describe, _make_tile, multiply
 from stretto.ops.moe.grouped.tile_order import Arrivals, TileOrder, find_tile_order
-from stretto.ops.operator import OperatorWorkspace, abandon, count_bytes, find_group, find_workspace
+from stretto.ops.operator import abandon, count_bytes, find_group
 from stretto.tiles.intrinsics import opaque_zero
 
 _PARTS = 8  # of a rank's tokens, that are signalled separately
@@ -80,8 +81,8 @@ def push_tokens(x: Tensor, group: str, kept: Tensor | None = None) -> Arrivals:
     """Have copy engines push x [t, h] to all ranks, which have as many tokens; kept: to which all are copied, too."""
     t, h = x.shape
     ranks_tokens = find_group(group).size() * t
-    workspace, slot, offset = _take_slot(group, x.device, count_bytes(ranks_tokens, h, dtype=x.dtype))
-    block_channel = workspace.channel
+    block_channel, offset, slot = find_landing(group, x.device, count_bytes(ranks_tokens, h, dtype=x.dtype))
+    block_channel.check()
     rank, ranks = block_channel.rank, block_channel.world_size
     parts = min(_PARTS, t)
     size = triton.cdiv(t, parts)  # as `find_tile_order` cuts them
@@ -145,8 +146,8 @@ def multiply_leaving(
     tokens, choices = routed.positions.shape
     is_transposed = not weight.is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
-    workspace, slot, offset = _take_slot(group, rows.device, count_bytes(tokens, h, dtype=rows.dtype))
-    block_channel = workspace.channel
+    block_channel, offset, slot = find_landing(group, rows.device, count_bytes(tokens, h, dtype=rows.dtype))
+    block_channel.check()
     rank, ranks = block_channel.rank, block_channel.world_size
     t = tokens // ranks
     units = triton.cdiv(t, _TOKENS)
@@ -311,8 +312,8 @@ def exchange(parts: Tensor, group: str) -> Tensor:
     For what is small: the stream waits until all of it has arrived.
     """
     parts = parts.contiguous()
-    workspace, slot, offset = _take_slot(group, parts.device, max(parts.nbytes, 1))
-    block_channel = workspace.channel
+    block_channel, offset, slot = find_landing(group, parts.device, parts.nbytes)
+    block_channel.check()
     rank, ranks = block_channel.rank, block_channel.world_size
     mapping = tiles.shard_tiles(1, ranks, 1)
     received = block_channel.tensor(tuple(parts.shape), parts.dtype, offset=offset)
@@ -334,11 +335,3 @@ def exchange(parts: Tensor, group: str) -> Tensor:
     finally:
         tiles.join_copies(block_channel)
     return found
-
-
-def _take_slot(group: str, device: torch.device, size: int) -> tuple[OperatorWorkspace, int | None, int]:
-    """(the group's workspace, the slot of this call for `begin`, where its bytes begin)."""
-    workspace = find_workspace(group, device, size, "copy_engine")
-    workspace.channel.check()
-    slot = next(workspace.slot_cycle)
-    return workspace, slot if workspace.slots == 2 else None, slot * workspace.slot_bytes

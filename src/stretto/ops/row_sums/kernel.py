@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
-from stretto.ops.choices import find_group_obstacle
+from stretto.ops.choices import find_agreed
 from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import OperatorWorkspace, find_group
 from stretto.ops.row_sums.norm import (
@@ -192,7 +192,7 @@ def find_packets_obstacle(
     group: str, device: torch.device, rows: int, columns: int, wire: torch.dtype, implementation: str
 ) -> str:
     """Why sums over a group do not travel as packets; "" if they do. With implementation="kernel" any rows do."""
-    if obstacle := find_group_obstacle(group, device):
+    if obstacle := find_agreed(group, device).obstacle:
         return obstacle
     if columns > MAX_COLUMNS:
         return f"rows of packets have up to {MAX_COLUMNS} numbers, not {columns}"

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
-from stretto.tiles import INTERPRETED, Launches, kind_of
+from stretto.tiles import INTERPRETED, kind_of
+from stretto.tiles.launches import find_launches
 
 NORMS = ("rms", "layer")
 MAX_COLUMNS = 16384  # a program keeps whole rows in registers
@@ -171,15 +172,12 @@ def can_launch(x: Tensor) -> bool:
 def _launch(total: Tensor | None, tensors: NormRows, norm: Norm) -> None:
     (rows, columns), device = tensors.residual.shape, tensors.residual.device
     height, block, num_warps = find_tile(columns)
-    launch = _launches.setdefault(device, Launches())
+    launch = find_launches(device)
     parts = total.shape[0] if total is not None and total.dim() == 3 else 1
     key = norm, rows, columns, parts, kind_of(total), *map(kind_of, tensors)
     arguments = describe_norm(norm, height, block, parts), tensors, total, rows, columns
     options = {"num_warps": num_warps, "enable_fp_fusion": not norm.is_exact}
     launch(add_and_normalize, key, divide_up(rows, height), arguments, **options)
-
-
-_launches: dict[torch.device, Launches] = {}
 
 
 def add_and_normalize_by_torch(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:

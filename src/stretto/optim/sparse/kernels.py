@@ -20,18 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.tiles.intrinsics import is_cuda
-from stretto.tiles.launches import launch_kernel
+from stretto.tiles.launches import launch_cached
 
 BLOCK = 1024
 """Dense numbers of a warp, which is a program, and of one prefix sum."""
 COMPRESS_TURNS, EXPAND_TURNS = 2, 1
 """Blocks that a warp takes one after another: `python -m lab sparse --variants` times others."""
+NOTED = 32
+"""Addresses that one launch notes."""
+ABSENT = 1 << 62
+"""The address of a tensor that takes no part: of 64 bits, as others are, so that Triton compiles one kernel."""
 
 
 class LeftRange(NamedTuple):
     """Which of the numbers that are left take part: `first` to `last`, in dense blocks from `first_block` on.
 
-    is_part: False if they are all of these blocks' numbers, so that no rank need be compared.
+    is_part: False if they are all of these blocks' numbers, so that no rank need be compared. first_tensor,
+    last_tensor: where several are taken, those that have these blocks.
     """
 
     first: int
@@ -39,18 +44,35 @@ class LeftRange(NamedTuple):
     first_block: int
     blocks: int
     is_part: bool
+    first_tensor: int = 0
+    last_tensor: int = 0
 
-    def end(self, dense: Tensor) -> int:
-        """The dense place at which the blocks end."""
-        return min(dense.numel(), (self.first_block + self.blocks) * BLOCK)
+    def arguments(self, dense: Tensor | None) -> tuple[int, ...]:
+        """The kernels' arguments, the first of which is the dense place at which the blocks end."""
+        end = (self.first_block + self.blocks) * BLOCK
+        end = end if dense is None else min(dense.numel(), end)
+        return end, self.first, self.last, self.first_block, self.first_tensor, self.last_tensor
+
+
+class TensorPlaces(NamedTuple):
+    """Several dense tensors, in the order of their blocks, which one launch takes: int64, one of each.
+
+    first_blocks: of each; ends: dense numbers of all blocks before its end; addresses: as if each began with block 0.
+    """
+
+    first_blocks: Any
+    ends: Any
+    addresses: Any
 
 
 class Bitmap(NamedTuple):
-    """Kernel argument: a mask's bits, how many numbers are left before each block, and selectors of rows."""
+    """Kernel argument: a mask's bits, how many numbers are left before each block, selectors of rows, and the places of
+    the tensors if there are several."""
 
     bits: Any
     prefix: Any
     selectors: Any
+    tensors: TensorPlaces | None
 
 
 @functools.cache
@@ -132,6 +154,33 @@ def _pick(c, place):  # type: ignore[no-untyped-def]
     return tl.where((place & 2) != 0, tl.where(is_odd, c[3], c[2]), tl.where(is_odd, c[1], c[0]))
 
 
+@triton.jit(do_not_specialize=["first", "values"])
+def _note_addresses(addresses, first, values, NUMBER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write addresses, which a launch has as numbers, to `addresses` from `first` on: graphs replay it.
+
+    Synchronization: none. The next kernels of the stream read them.
+    """
+    for number in tl.static_range(NUMBER):
+        tl.store(addresses + first + number, values[number])
+
+
+@triton.jit
+def _find_tensor(tensors, first, last, block):  # type: ignore[no-untyped-def]
+    """The tensor that has a block, of those from `first` to `last`: where block 0 would be, and its end (0 if it takes
+    no part).
+
+    Synchronization: none; `_note_addresses` came before this kernel, or the host has written the addresses.
+    """
+    lane = tl.arange(0, 32)
+    number = first - 1
+    for start in range(first, last, 32):
+        begins = tl.load(tensors.first_blocks + start + lane, mask=start + lane < last, other=block + 1)
+        number += tl.sum((begins <= block).to(tl.int32), axis=0)
+    address = tl.load(tensors.addresses + number)
+    end = tl.where(address >> 62 == 0, tl.load(tensors.ends + number), 0)
+    return address, end
+
+
 @triton.jit
 def _scan_words(index, block):  # type: ignore[no-untyped-def]
     """Each lane's word of a block's bitmap, and how many of the block's numbers are left before it: int32 [32].
@@ -181,28 +230,33 @@ def _load_half(at, rank, count, first, last, IS_PART: tl.constexpr):  # type: ig
     return loaded
 
 
-@triton.jit(do_not_specialize=["first", "last", "first_block"])
+@triton.jit(do_not_specialize=["first", "last", "first_block", "first_tensor", "last_tensor"])
 def _expand(  # type: ignore[no-untyped-def]
-    left, index, dense, skip, failed, size, first, last, first_block, IS_PART: tl.constexpr, TURNS: tl.constexpr
-):
+    left, index, dense, flags, size, first, last, first_block, first_tensor, last_tensor,
+    IS_PART: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """Write TURNS blocks of dense numbers: those that are left, and zeros between them.
 
-    Whole sectors are written: numbers one by one would have the memory read what lies between them first. While `skip`
-    or `failed` is not 0, nothing is written.
+    Whole sectors are written: numbers one by one would have the memory read what lies between them first. While one of
+    two `flags` is not 0, nothing is written.
 
     Synchronization: none. Each dense number is written by one program; the next kernel of the stream reads it.
     """
     column = tl.arange(0, 8)[None, :]
     places = tl.arange(0, 32)[:, None] * 8 + column
     writes = True
-    if skip is not None:
-        writes = tl.load(skip) == 0
-    if failed is not None:
-        writes &= tl.load(failed) == 0
+    for number in tl.static_range(2):
+        if flags[number] is not None:
+            writes &= tl.load(flags[number]) == 0
     for turn in range(TURNS):
         block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
-        if block * 1024 < size:
-            here = tl.minimum(size - block * 1024, 1024).to(tl.int32)
+        target, end = dense + block * 1024, size
+        if index.tensors is not None:
+            address, end = _find_tensor(index.tensors, first_tensor, last_tensor, block)
+            target = tl.multiple_of(address.to(dense.dtype) + block * 1024, 16)
+            end = tl.minimum(end, size)
+        if block * 1024 < end:
+            here = tl.minimum(end - block * 1024, 1024).to(tl.int32)
             words, before = _scan_words(index, block)
             rows, loaded = (), ()
             for number in tl.static_range(4):
@@ -215,11 +269,16 @@ def _expand(  # type: ignore[no-untyped-def]
                 selectors, byte, rank, _, _ = rows[number]  # type: ignore[var-annotated]
                 left_half = _permute(loaded[number][0], selectors.to(tl.int32))
                 right_half = _permute(loaded[number][1], (selectors >> 32).to(tl.int32))
+                row, at = _join_columns(left_half, right_half), target + places + 256 * number
                 mask = writes & (places + 256 * number < here)
                 if IS_PART:  # other numbers of the row that are left may be another part's
                     rank = rank[:, None] + _count_bits(byte[:, None] & ((1 << column) - 1))
                     mask &= ((byte[:, None] >> column & 1) == 0) | ((rank >= first) & (rank < last))
-                tl.store(dense + block * 1024 + places + 256 * number, _join_columns(left_half, right_half), mask=mask)
+                    tl.store(at, row, mask=mask)
+                elif here == 1024:  # a lane stores 16 bytes at once; .wb, the default, keeps Triton from merging both
+                    tl.store(at, row, mask=writes, cache_modifier=".wb")
+                else:
+                    tl.store(at, row, mask=mask)
 
 
 @triton.jit
@@ -241,10 +300,11 @@ def _prefetch(at):  # type: ignore[no-untyped-def]
         )
 
 
-@triton.jit(do_not_specialize=["first", "last", "first_block"])
+@triton.jit(do_not_specialize=["first", "last", "first_block", "first_tensor", "last_tensor"])
 def _compress(  # type: ignore[no-untyped-def]
-    dense, index, out, size, first, last, first_block, ADDS: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr
-):
+    dense, index, out, size, first, last, first_block, first_tensor, last_tensor,
+    ADDS: tl.constexpr, SLOTS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """Write the numbers of TURNS blocks that are left to `out`, SLOTS at a time, or add them.
 
     Neighbouring lanes have neighbouring numbers of `out`, which take 12 loads and stores a block at 90%; by rows of
@@ -255,13 +315,17 @@ def _compress(  # type: ignore[no-untyped-def]
     """
     for turn in range(TURNS):
         block = (first_block + tl.program_id(0) * TURNS + turn).to(tl.int64)
-        if block * 1024 < size:
+        source, end = dense, size
+        if index.tensors is not None:
+            address, end = _find_tensor(index.tensors, first_tensor, last_tensor, block)
+            source, end = address.to(dense.dtype), tl.minimum(end, size)
+        if block * 1024 < end:
             # 64 bytes a lane, or more; they are loaded once their places are known.
-            _prefetch(dense + tl.minimum(block * 1024 + tl.arange(0, 32) * 32, size - 1))
+            _prefetch(source + tl.minimum(block * 1024 + tl.arange(0, 32) * 32, end - 1))
             words, before = _scan_words(index, block)
             begin = tl.load(index.prefix + block)
-            end = tl.load(index.prefix + block + 1, mask=(block + 1) * 1024 < size, other=last)
-            stop = (tl.minimum(end, last) - begin).to(tl.int32)
+            count = tl.sum(_count_bits(words), axis=0)
+            stop = tl.minimum(count, last - begin).to(tl.int32)
             for start in range((tl.maximum(begin, first) - begin).to(tl.int32), stop, SLOTS):
                 number = start + tl.arange(0, SLOTS)
                 at = out + (begin - first) + number
@@ -272,35 +336,43 @@ def _compress(  # type: ignore[no-untyped-def]
                     further = word + (16 >> step)
                     word = tl.where(tl.gather(before, further, axis=0) <= number, further, word)
                 place = _select_bit(tl.gather(words, word, axis=0), number - tl.gather(before, word, axis=0))
-                value = tl.load(dense + block * 1024 + (word * 32 + place), mask=number < stop)
+                value = tl.load(source + block * 1024 + (word * 32 + place), mask=number < stop)
                 if ADDS:
                     value = before_it + value.to(tl.float32)
                 tl.store(at, value.to(out.dtype.element_ty), mask=number < stop)
 
 
+def note_addresses(addresses: Tensor, first: int, values: Sequence[int]) -> None:
+    """Write at most `NOTED` addresses to `addresses` from `first` on, in the order of the current stream; and `ABSENT`
+    after them, up to `NOTED`."""
+    values = (*values, *[ABSENT] * (NOTED - len(values)))
+    launch_cached(_note_addresses, 1, addresses, first, values, NUMBER=NOTED, num_warps=1)
+
+
 def launch_compress(
     dense: Tensor, bits: Tensor, prefix: Tensor, out: Tensor, part: LeftRange, *, adds: bool,
-    turns: int = COMPRESS_TURNS,
+    turns: int = COMPRESS_TURNS, tensors: TensorPlaces | None = None,
 ) -> None:  # fmt: skip
     """Compress `dense` [size] to `out` [part.last - part.first] by a bitmap with prefix sums, or add it there.
 
-    The blocks may be others' in part. turns: blocks of a program.
+    The blocks may be others' in part. turns: blocks of a program. tensors: those that are compressed in place of
+    `dense`, which has their dtype.
     """
-    launch_kernel(
-        _compress, triton.cdiv(part.blocks, turns), dense, Bitmap(bits, prefix, None), out,
-        part.end(dense), part.first, part.last, part.first_block, ADDS=adds, SLOTS=128, TURNS=turns, num_warps=1,
+    launch_cached(
+        _compress, -(-part.blocks // turns), dense, Bitmap(bits, prefix, None, tensors), out,
+        *part.arguments(None if tensors else dense), ADDS=adds, SLOTS=128, TURNS=turns, num_warps=1,
     )  # fmt: skip
 
 
 def launch_expand(
     left: Tensor, bits: Tensor, prefix: Tensor, dense: Tensor, part: LeftRange, flags: Sequence[Tensor], *,
-    turns: int = EXPAND_TURNS,
+    turns: int = EXPAND_TURNS, tensors: TensorPlaces | None = None,
 ) -> None:  # fmt: skip
     """Expand `left` [part.last - part.first] into `dense` [size]. flags: at most two, int32 [1], of which one that is
-    not 0 has nothing written. Others: as `launch_compress`."""
-    index = Bitmap(bits, prefix, find_selectors(dense.device))
-    launch_kernel(
-        _expand, triton.cdiv(part.blocks, turns), left, index, dense,
-        *flags, *[None] * (2 - len(flags)), part.end(dense), part.first, part.last, part.first_block,
+    not 0 has nothing written. Others: as `launch_compress`; several tensors begin at multiples of 16 bytes."""
+    index = Bitmap(bits, prefix, find_selectors(dense.device), tensors)
+    launch_cached(
+        _expand, -(-part.blocks // turns), left, index, dense,
+        (*flags, *[None] * (2 - len(flags))), *part.arguments(None if tensors else dense),
         IS_PART=part.is_part, TURNS=turns, num_warps=1,
     )  # fmt: skip

@@ -39,8 +39,9 @@ class FlatWeights:
         self.dtype, self._places = dtype, layout.places
         self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
 
-    def prepare(self, rows: int, sets: int, *, reads: bool) -> None:
-        """Allocate buffers for `sets` buckets of `rows` numbers. reads: an update needs the weights as they are."""
+    def prepare(self, rows: int, sets: int, gradients: Tensor, *, reads: bool) -> None:
+        """Allocate buffers for `sets` buckets of `rows` numbers. gradients: flat, of all parameters. reads: an update
+        needs the weights as they are."""
 
     def begin(self, present: Collection[int], skip: Tensor) -> None:
         """Begin updates of these parameters. skip: int32 [1]; while it is not 0, an update writes nothing."""
@@ -69,6 +70,16 @@ class FlatWeights:
             out.add_(gradient)
         else:
             out.copy_(gradient)
+
+    def keep_gradient(self, index: int, gradient: Tensor, out: Tensor, *, adds: bool) -> None:
+        """Do so by the next `flush`. out: the parameter's place in the flat gradients."""
+        self.take_gradient(index, gradient, out, adds=adds)
+
+    def flush(self) -> None:
+        """Write all gradients that are kept."""
+
+    def drop(self) -> None:
+        """Forget all gradients that are kept."""
 
 
 class OpenBucket(NamedTuple):

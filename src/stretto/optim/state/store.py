@@ -136,7 +136,8 @@ class OptimizerStateStore:
             for index, place in enumerate(self.layout.places):
                 kept[AVERAGE][place.start : place.stop].copy_(self.weight(index).flatten())
         reads = MASTER not in kept or self.residence.step_device != self.device
-        self.weights.prepare(max((bucket.size for bucket in self.layout.buckets), default=0), sets, reads=reads)
+        rows = max((bucket.size for bucket in self.layout.buckets), default=0)
+        self.weights.prepare(rows, sets, self.gradients, reads=reads)
 
     # Gradients.
 
@@ -145,15 +146,14 @@ class OptimizerStateStore:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a part of parameter `index`'s gradient, that of this rank's tokens."""
-        step, gradient, adds = self._step, gradient.detach(), True
+        step, gradient = self._step, gradient.detach()
         if index not in step.complete:
-            out, adds = self._gradients_of[index], index in step.present
+            self.weights.keep_gradient(index, gradient, self._gradients_of[index], adds=index in step.present)
         elif index in step.late:
-            out = step.late[index]
+            self.weights.take_gradient(index, gradient, step.late[index], adds=True)
         else:
-            out, adds = torch.empty_like(self._gradients_of[index]), False
-            step.late[index] = out
-        self.weights.take_gradient(index, gradient, out, adds=adds)
+            step.late[index] = torch.empty_like(self._gradients_of[index])
+            self.weights.take_gradient(index, gradient, step.late[index], adds=False)
         step.present.add(index)
 
     def complete(self, index: int) -> None:
@@ -190,6 +190,7 @@ class OptimizerStateStore:
         step.late.clear()
 
     def _start(self, chunk: Chunk) -> None:
+        self.weights.flush()
         key = self.parameters[chunk.parameters[0]].key
         part = self.gradients[chunk.start : chunk.stop]
         self._step.started[chunk.index] = self.communicator.start_sum(key, part)
@@ -203,6 +204,7 @@ class OptimizerStateStore:
         """Forget the gradients of the running step. Sums that have been started are waited for."""
         for reduction in self._step.started.values():
             reduction.wait()
+        self.weights.drop()
         self._begin_gradients()
 
     # The step.

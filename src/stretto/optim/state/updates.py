@@ -37,10 +37,11 @@ class History:
 
     def copy(self) -> "History":
         """One that goes on by itself."""
-        return History({name: _copied(value) for name, value in self.scalars.items()}, self.has_state)
+        return History({name: copied(value) for name, value in self.scalars.items()}, self.has_state)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """A value that is read later: the caller may write the next step's into its tensor."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -35,8 +35,11 @@ class GradientSink(Protocol):
     def complete(self, parameter: nn.Parameter) -> None:
         """In this step, no further part of the parameter's gradient is expected. Called in one order on all ranks."""
 
+    def end_pass(self) -> None:
+        """A backward pass has ended."""
+
     def finish(self) -> None:
-        """The last backward pass of the step has ended."""
+        """It was the last one of the step."""
 
 
 class GradientListener(Protocol):

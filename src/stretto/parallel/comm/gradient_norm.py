@@ -26,10 +26,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale the gradients in place so that their global norm is at most `max_norm`; returns the norm before that.
 
-    `max_norm=None` only measures. `gradient_norm` and `clip_scale` are its two halves, for an optimizer that applies
-    the factor in its own kernel (`stretto.optim.AdamW`). norm_type: as of `gradient_norm`. error_if_nonfinite: raise
-    RuntimeError, on all ranks, if the norm is not finite; the host then waits for the device. ValueError for a max_norm
-    that is not positive.
+    The norm is 0-dim, in fp32, or in fp64 if a gradient is. `max_norm=None` only measures. `gradient_norm` and
+    `clip_scale` are its two halves, for an optimizer that applies the factor in its own kernel
+    (`stretto.optim.AdamW`). norm_type: as of `gradient_norm`. error_if_nonfinite: raise RuntimeError, on all ranks, if
+    the norm is not finite; the host then waits for the device. ValueError for a max_norm that is not positive.
     """
     require_type(grid, Grid, "grid")
     if max_norm is not None:
@@ -50,7 +50,7 @@ def clip_grad_norm_(
         for shards in by_dtype.values():
             # Rounded to bf16, the factor would be wrong by up to 0.4%: the same way for every gradient.
             torch._foreach_mul_(shards, scale.to(_wide(shards[0])))
-    return norm
+    return norm if any(local_gradient(p).dtype == torch.float64 for p in with_gradient) else norm.float()
 
 
 def _with_gradient(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

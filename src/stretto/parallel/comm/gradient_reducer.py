@@ -509,6 +509,8 @@ class GradientReducer:
         current, outermost = self._passes[task], next(iter(self._passes.values()))
         while current.scatters:
             self._settle(current, current.scatters.popleft())
+        if self.sink is not None:
+            self.sink.end_pass()
         if current is outermost and self.is_syncing:
             if self.sink is not None:
                 self._reductions.begin_backward()

@@ -8,8 +8,8 @@ on, rounded up to whole shares, however the mask distributes them over rows:
     rows            | rank 0's rows         | rank 1's rows | rank 2's rows |
 
 So messages and optimizer state are equally long on all ranks. The parameter itself remains this rank's rows, dense;
-after a step, `write_rows` has ranks exchange what lies between the two kinds of boundaries, which is little unless the
-mask differs much between rows.
+after a step, `PrunedRowExchange` sends what lies between the two kinds of boundaries, which is little unless the mask
+differs much between rows.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class PrunedWeight:
     ) -> Pending:
         """Begin to reduce-scatter a gradient of whole rows, times a factor, in `dtype`; the result is [count]."""
         dense = gradient.transpose(0, self.dim).reshape(-1)
-        left = dense.new_zeros(self.share * self.group.size())
+        left = dense.new_empty(self.share * self.group.size())  # sums of the padding are not read
         self.whole.compress(dense, left[: self.whole.count])
         sent = left if dtype is None else left.to(dtype)
         return start_scatter_rows(sent, self.count, self.group, factor, levels)
@@ -114,9 +114,26 @@ class PrunedWeight:
         dense = self.own.fill(rows, rows.new_empty(self.own.size)).view(sizes)
         return dense.transpose(0, self.dim)
 
-    def write_rows(self, shard: Tensor) -> None:
-        """Write this rank's rows, as the shares have them now, to its shard of the parameter. Collective."""
-        shard.copy_(self.expand_rows(self.to_rows(self.values[: self.count]), shard.shape))
+
+class PrunedRowExchange:
+    """Sends the shares of several weights, which z shards over one group, to the ranks that have the rows."""
+
+    def __init__(self, weights: Sequence[PrunedWeight]) -> None:
+        self._group = weights[0].group
+        ranks, numbers = range(self._group.size()), range(len(weights))
+        shares = [weight.values[: weight.count].split(weight._sends) for weight in weights]
+        self._sent = [share[peer] for peer in ranks for share in shares]
+        self._sends = [sum(weight._sends[peer] for weight in weights) for peer in ranks]
+        self._receives = [sum(weight._receives[peer] for weight in weights) for peer in ranks]
+        self._sizes = [weight._receives[peer] for peer in ranks for weight in weights]
+        self._order = [peer * len(weights) + number for number in numbers for peer in ranks]
+
+    def run(self) -> Tensor:
+        """What is left of this rank's rows of each weight, one after another. Collective."""
+        sent = torch.cat(self._sent)
+        received = sent.new_empty(sum(self._receives))
+        parts = all_to_all(received, sent, self._receives, self._sends, self._group).split(self._sizes)
+        return torch.cat([parts[place] for place in self._order])
 
 
 def _overlap(first: int, last: int, other_first: int, other_last: int) -> int:

@@ -40,8 +40,7 @@ Event = tuple[Any, ...]
 END: Event = ("the end of the pass",)
 RULE = (
     "every rank must go through the same submodules in the same order, and freeze the same parameters. Where a rank "
-    "has no input for a module, call it on zeros and add 0 times its output to the loss; or put the modules that ranks "
-    "choose from into one block, parallelize(blocks=[...]), whose parameters are gathered together"
+    "has no input for a module, call it on zeros and add 0 times its output to the loss"
 )
 _CPU = torch.device("cpu")
 _MAX_SEQUENCES = 64

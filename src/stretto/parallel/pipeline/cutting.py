@@ -8,6 +8,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -334,7 +335,8 @@ def tied_parameters(model: nn.Module, stages: ModelStages) -> dict[str, nn.Param
     They are tied embeddings: both ends hold them, and sum their gradients. ValueError for those that other stages than
     the first and the last share.
     """
-    where = {name: _stage_of_block(stages, index) for index, name in enumerate(stages.block_names)}
+    runs = pairwise(stages.cuts)
+    where = {name: stage for stage, run in enumerate(runs) for name in stages.block_names[slice(*run)]}
     where |= {part.name: 0 if part.is_before else stages.count - 1 for part in stages.parts}
     first: dict[nn.Parameter, str] = {}
     users: dict[nn.Parameter, set[int]] = {}
@@ -348,10 +350,6 @@ def tied_parameters(model: nn.Module, stages: ModelStages) -> dict[str, nn.Param
                 "the last stage may share parameters, others may not. Use fewer stages, or cuts that keep them together"
             )
     return {first[parameter]: parameter for parameter, used in users.items() if len(used) > 1}
-
-
-def _stage_of_block(stages: ModelStages, index: int) -> int:
-    return next(stage for stage in range(stages.count) if index < stages.cuts[stage + 1])
 
 
 def cut_model(model: nn.Module, stages: ModelStages, device: torch.device) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from stretto.cluster import Cluster
 from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
 from stretto.planner.activations import recomputed_blocks
 from stretto.planner.architecture import Architecture
-from stretto.planner.communication import has_nvlink_over, has_nvlink_over_z, message_numbers
+from stretto.planner.communication import has_nvlink_over, message_numbers
 from stretto.planner.grids import divisors
 from stretto.planner.memory import local_parameters, peak, step_memory
 from stretto.planner.optimizer_state import take_over
@@ -165,7 +165,7 @@ def stage_memory(
         for blocks, moe_blocks in zip(stages.blocks, stages.moe_blocks or [None] * len(stages.blocks), strict=True)
     ]
     num_bytes = tokens * workload.element
-    has_nvlink = cluster is not None and has_nvlink_over_z(cluster, config.grid)
+    has_nvlink = cluster is not None and has_nvlink_over(cluster, config.grid, "z")
     joins_context = cluster is not None and has_nvlink_over(cluster, config.grid, "context")
     in_step = dict(step_memory(own, config, has_nvlink=has_nvlink, joins_context=joins_context))
     sides = (not stages.is_first) + (not stages.is_last) if len(stages.blocks) == 1 else 2

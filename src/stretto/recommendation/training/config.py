@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a DLRM's training run (`model.kind = "dlrm"`), and its rules. Imports no torch."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from stretto.train.config.options import (
     JobConfig,
     RunOptions,
     Section,
+    broken,
     contradictions_of_run,
     nearest_multiple,
     option,
@@ -170,43 +172,39 @@ With `model.kind = "dlrm"`, a file describes the training of a recommendation mo
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DLRMTrainConfig":
-        if problems := _contradictions(self):
+        if problems := list(_contradictions(self)):
             raise ValueError("\n".join(problems))
         return self
 
 
-def _contradictions(config: DLRMTrainConfig) -> list[str]:
-    """Check the rules between options. Returns a message for each rule that is broken."""
-    run, data, problems = config.train, config.data, contradictions_of_run(config.train)
+def _contradictions(config: DLRMTrainConfig) -> Iterator[str]:
+    """Check the rules between options. Yields a message for each rule that is broken."""
+    run, data = config.train, config.data
+    yield from contradictions_of_run(run)
     if run.batch % config.ranks:
-        problems.append(
+        yield (
             f"train.batch is {run.batch}, but ranks = {config.ranks} must divide it; "
             f"the nearest batch that would do is {nearest_multiple(run.batch, config.ranks)}"
         )
     if run.on_nonfinite == "skip":
-        problems.append(
+        yield (
             "train.on_nonfinite is 'skip', but a DLRM's tables are updated in the backward pass, before it is known "
             "that a step is to be skipped; train.on_nonfinite='stop' would do"
         )
-    if run.cuda_graph:
-        reasons = {
-            "data.jagged is true, so that steps differ in size; data.jagged=false": data.jagged,
-            "train.sharding is 'auto', which may cut tables by rows; train.sharding='table'": run.sharding == "auto",
-            "PyTorch's functions wait for the GPU; train.implementation='kernel'": run.implementation == "library",
-        }
-        problems += [
-            f"train.cuda_graph is on, but {reason} or train.cuda_graph=false would do"
-            for reason, is_so in reasons.items()
-            if is_so
-        ]
+    reasons = {
+        "data.jagged is true, so that steps differ in size; data.jagged=false": data.jagged,
+        "train.sharding is 'auto', which may cut tables by rows; train.sharding='table'": run.sharding == "auto",
+        "PyTorch's functions wait for the GPU; train.implementation='kernel'": run.implementation == "library",
+    }
+    for reason in broken(reasons) if run.cuda_graph else ():
+        yield f"train.cuda_graph is on, but {reason} or train.cuda_graph=false would do"
     if data.format == "criteo" and not data.path:
-        problems.append("data.path is missing: name Criteo's files, or take data.format='synthetic'")
+        yield "data.path is missing: name Criteo's files, or take data.format='synthetic'"
     for name in ("path", "evaluation_path"):
         if data.format == "synthetic" and getattr(data, name) is not None:
-            problems.append(f"data.{name} is {getattr(data, name)!r}, but synthetic samples are not read from files")
+            yield f"data.{name} is {getattr(data, name)!r}, but synthetic samples are not read from files"
     if data.format == "criteo" and data.jagged:
-        problems.append("data.jagged is true, but only synthetic samples can be jagged; data.jagged=false would do")
-    return problems
+        yield "data.jagged is true, but only synthetic samples can be jagged; data.jagged=false would do"
 
 
 def sizes_of(model: "DLRMConfig") -> "tuple[TableSize, ...]":

@@ -38,8 +38,8 @@ class _TraceWriter:
                 self._before[after].append(number)
 
     def write(self) -> ChakraTrace:
-        for number in self._in_order():
-            match OperationType(int(self._graph.kinds[number])):
+        for number, kind in enumerate(self._graph.kinds.tolist()):
+            match kind:
                 case OperationType.COMPUTE:
                     self._add_computation(number)
                 case OperationType.MESSAGE:
@@ -48,17 +48,6 @@ class _TraceWriter:
                     self._add_join(number)
         made = Attribute("producer", "string", "Stretto")
         return ChakraTrace(tuple(map(tuple, self._nodes)), metadata=Metadata(attributes=(made,)))
-
-    def _in_order(self) -> list[int]:
-        """The operations, each after those that it waits for: by number, unless a dependency was added later."""
-        waits = list(self._graph.waits)
-        order = [number for number, count in enumerate(waits) if not count]
-        for number in order:
-            for after in self._graph.successors[number]:
-                waits[after] -= 1
-                if not waits[after]:
-                    order.append(after)
-        return order
 
     def _add_computation(self, number: int) -> None:
         seconds = float(self._graph.sizes[number])

@@ -6,7 +6,7 @@ pair is searched from both ends, which meet at a switch and never look through i
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 MAX_ROUTES = 8  # of one pair of devices
 _MANY_LINKS = 32  # of a vertex
@@ -27,7 +27,7 @@ class ShortestPaths:
             self._entering[target].append(number)
             self._direct.setdefault((source, target), []).append(number)
         self._has_large_switches = max(map(len, self._leaving)) > _MANY_LINKS
-        self._distances_to = lru_cache(maxsize=_KEPT_SEARCHES)(self._search_back)
+        self._distances_to = lru_cache(maxsize=_KEPT_SEARCHES)(partial(self._search, is_reverse=True))
 
     def find(self, source: int, target: int, most: int) -> tuple[tuple[int, ...], ...]:
         """At most this many different paths, as indices of links; () if there is none.
@@ -64,21 +64,7 @@ class ShortestPaths:
 
     def reachable(self, source: int, *, is_reverse: bool = False) -> list[bool]:
         """Return which vertices a vertex reaches, or, in reverse, which reach it."""
-        links = self._entering if is_reverse else self._leaving
-        end = 0 if is_reverse else 1
-        reached = [False] * self._vertices
-        reached[source] = True
-        level = [source]
-        while level:
-            following = []
-            for vertex in level:
-                for number in links[vertex]:
-                    other = self._links[number][end]
-                    if not reached[other]:
-                        reached[other] = True
-                        following.append(other)
-            level = following
-        return reached
+        return [distance >= 0 for distance in self._search(source, is_reverse=is_reverse)]
 
     def _walk(
         self, source: int, target: int, index: int, options: Callable[[int], list[int]]
@@ -93,20 +79,21 @@ class ShortestPaths:
             vertex = self._links[numbers[choice]][1]
         return tuple(path), choices
 
-    def _search_back(self, target: int) -> list[int]:
-        """The distance of every vertex to the target in links; -1 where there is no path."""
+    def _search(self, start: int, *, is_reverse: bool) -> list[int]:
+        """The distance of every vertex from the start in links, or to it in reverse; -1 where there is no path."""
+        links, end = (self._entering, 0) if is_reverse else (self._leaving, 1)
         distances = [-1] * self._vertices
-        distances[target] = 0
-        level, distance = [target], 0
+        distances[start] = 0
+        level, distance = [start], 0
         while level:
             distance += 1
             following = []
             for vertex in level:
-                for number in self._entering[vertex]:
-                    source = self._links[number][0]
-                    if distances[source] < 0:
-                        distances[source] = distance
-                        following.append(source)
+                for number in links[vertex]:
+                    other = self._links[number][end]
+                    if distances[other] < 0:
+                        distances[other] = distance
+                        following.append(other)
             level = following
         return distances
 

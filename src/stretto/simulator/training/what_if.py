@@ -55,7 +55,8 @@ def simulate_change(
             cluster = replace(cluster, nics_per_node=nics + 1)
             description = f"{nics + 1} NICs on each node, not {nics}"
         case "gpu":
-            cluster = replace(cluster, gpu=_faster_gpu(cluster, 2.0), matmuls=_faster_matmuls(cluster, 2.0))
+            matmuls = tuple(replace(row, seconds=row.seconds / 2) for row in cluster.matmuls)
+            cluster = replace(cluster, gpu=_double_rates(cluster.gpu), matmuls=matmuls)
         case _:
             lost, description = _lose_link(cluster, config.grid.ranks)
             is_lost = fidelity == "event-driven"
@@ -64,11 +65,11 @@ def simulate_change(
     return ChangedStep(name, description, step, base.step_time)
 
 
-def _faster_gpu(cluster: Cluster, factor: float) -> Any:
-    gpu = cluster.gpu
+def _double_rates(gpu: Any) -> Any:
+    """The GPU with twice its rates, those that are known."""
 
     def faster(rate: float | None) -> float | None:
-        return None if rate is None else rate * factor
+        return None if rate is None else 2 * rate
 
     def all_faster(rates: FlopRates) -> FlopRates:
         return FlopRates(**{name: faster(rate) for name, rate in vars(rates).items()})
@@ -82,10 +83,6 @@ def _faster_gpu(cluster: Cluster, factor: float) -> Any:
         peak_flops=all_faster(gpu.peak_flops),
         empirical_flops=all_faster(gpu.empirical_flops),
     )
-
-
-def _faster_matmuls(cluster: Cluster, factor: float) -> Any:
-    return tuple(replace(row, seconds=row.seconds / factor) for row in cluster.matmuls)
 
 
 def _lose_link(cluster: Cluster, ranks: int) -> tuple[RankFactors, str]:

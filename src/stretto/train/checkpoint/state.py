@@ -7,8 +7,7 @@ Writing is atomic, and loading runs no code from the files (see `checkpoint.stor
 
 import errno
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from stretto.memory import PeerError, failures
 from stretto.models import GPT
 from stretto.optim.sparse import Masks, WeightMask
 from stretto.optim.state.updates import AVERAGE
-from stretto.parallel.layout import layout_of, place_on
+from stretto.parallel.layout import layout_of, place_on, view_box
 from stretto.parallel.pipeline.stages import names_on_other_stages, whole_model
 from stretto.train.checkpoint.folders import unreadable
 from stretto.train.checkpoint.integrity import DamagedCheckpointError, DamagedError
@@ -120,29 +119,17 @@ def load_state(path: Path, metadata: CheckpointMetadata, state: dict[str, Sharde
     are not those that were written; the state is then read in part.
     """
 
-    def failure(message: str, cause: BaseException) -> Exception:
-        is_lost = isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)
-        return (
-            DamagedCheckpointError(message, path) if is_lost or isinstance(cause, DamagedError) else ValueError(message)
-        )
-
-    with _first_failure(failure, unreadable(path)), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
-        dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
-
-
-@contextmanager
-def _first_failure(make: Callable[[str, BaseException], Exception], what: str) -> Iterator[None]:
-    """Convert torch's CheckpointException, a BaseException with a traceback for each rank, into one rank's error.
-
-    make: the exception, of the message and of that rank's.
-    """
     try:
-        yield
-    except dcp.CheckpointException as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process may load without a group
+            dcp.load(state, storage_reader=SafeReader(path, metadata), planner=StateLoadPlanner())
+    except dcp.CheckpointException as error:  # a BaseException, with a traceback for each rank
         rank, (cause, _) = next(iter(error.failures.items()))
-        why = str(cause) if isinstance(cause, DamagedError) else f"{type(cause).__name__}: {cause}"
-        raise make(f"{what}: on rank {rank}, {why}", cause) from cause
+        is_damaged = isinstance(cause, DamagedError)
+        message = f"{unreadable(path)}: on rank {rank}, {cause if is_damaged else f'{type(cause).__name__}: {cause}'}"
+        if is_damaged or (isinstance(cause, OSError) and cause.errno in (errno.EIO, errno.ENOENT)):
+            raise DamagedCheckpointError(message, path) from cause
+        raise ValueError(message) from cause
 
 
 def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer | None) -> dict[str, ShardedState]:
@@ -151,18 +138,27 @@ def training_state(model: nn.Module, optimizer: ShardOptimizer | StoredOptimizer
     For an optimizer with separate fp32 weights, these are the parameters; the loss scale is `training.<key>`.
     """
     state = {f"model.{name}": sharded_state_of(parameter) for name, parameter in saved_tensors(model).items()}
-    if isinstance(optimizer, StoredOptimizer):
-        for name, parameter in optimizer.parameters.items():
-            state[f"model.{name}"] = _lazy_state_of(parameter, optimizer.read_later(name))
-        state |= _scale_state(optimizer)
-        if optimizer.masks is not None:
-            return state | _pruned_state(optimizer, optimizer.masks)
-    if optimizer is not None:
-        for name, parameter in optimizer.parameters.items():
-            for key, slot in optimizer.state(name).items():
-                whole = sharded_state_of(parameter, slot) if slot.dim() else ShardedState((), (LocalBox((), slot),))
-                state[f"optimizer.{name}.{key}"] = whole
-    return state
+    if optimizer is None:
+        return state
+    stored = optimizer if isinstance(optimizer, StoredOptimizer) else None
+    masks = stored.masks if stored is not None else None
+    for name, parameter in optimizer.parameters.items():
+        if stored is not None:
+            state[f"model.{name}"] = _lazy_state_of(parameter, stored.read_later(name))
+        for key, slot in optimizer.state(name).items():
+            if not slot.dim():
+                whole = ShardedState((), (LocalBox((), slot),))
+            elif stored is not None and masks is not None:  # dense, so that training may be resumed without masks
+                whole = _lazy_state_of(parameter, stored.read_later(name, key), slot.dtype)
+            else:
+                whole = sharded_state_of(parameter, slot)
+            state[f"optimizer.{name}.{key}"] = whole
+        if masks is not None and (mask := masks.masks.get(name)) is not None:
+            state[f"mask.{name}"] = _lazy_state_of(parameter, mask.unpacked_bytes, torch.uint8)
+    if masks is not None:
+        sparsity = torch.tensor([masks.sparsity], device="cpu")
+        state["training.sparsity"] = ShardedState((1,), (LocalBox((0,), sparsity),))
+    return state if stored is None else state | _scale_state(stored)
 
 
 def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedState:
@@ -170,28 +166,10 @@ def sharded_state_of(parameter: Tensor, shard: Tensor | None = None) -> ShardedS
     shape, shard = tuple(parameter.shape), local_shard(parameter) if shard is None else shard
     if not isinstance(parameter, DTensor):
         return ShardedState(shape, (LocalBox((0,) * len(shape), shard),))
-    held = []
-    for box in layout_of(parameter).boxes(*place_on(parameter.device_mesh)):
-        values = shard
-        for dim, (start, length) in enumerate(zip(box.local_offsets, box.sizes, strict=True)):
-            values = values.narrow(dim, start, length)
-        held.append(LocalBox(box.offsets, values))
-    return ShardedState(shape, tuple(held))
-
-
-def _pruned_state(optimizer: StoredOptimizer, masks: Masks) -> dict[str, ShardedState]:
-    """The state of a pruned model's parameters, dense, so that it may be resumed without masks; and the masks."""
-    state = {"training.sparsity": ShardedState((1,), (LocalBox((0,), torch.tensor([masks.sparsity], device="cpu")),))}
-    for name, parameter in optimizer.parameters.items():
-        for key, slot in optimizer.state(name).items():
-            if slot.dim():
-                whole = _lazy_state_of(parameter, optimizer.read_later(name, key), slot.dtype)
-            else:
-                whole = ShardedState((), (LocalBox((), slot),))
-            state[f"optimizer.{name}.{key}"] = whole
-        if (mask := masks.masks.get(name)) is not None:
-            state[f"mask.{name}"] = _lazy_state_of(parameter, mask.unpacked_bytes, torch.uint8)
-    return state
+    boxes = layout_of(parameter).boxes(*place_on(parameter.device_mesh))
+    return ShardedState(
+        shape, tuple(LocalBox(box.offsets, view_box(shard, box.local_offsets, box.sizes)) for box in boxes)
+    )
 
 
 def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, sparsity: float) -> Masks | None:

@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes a checkpoint's files: torch.distributed.checkpoint's shard files, indexed by a `metadata.json`.
+"""Plans and reads a checkpoint's files: torch.distributed.checkpoint's shard files, indexed by a `metadata.json`.
 
-torch stores its own index in `.metadata`, a pickle, which can run code when it is loaded. It is written here too, so
-that torch's tools can read a checkpoint that their user trusts, but Stretto reads only `metadata.json`, and the shards
+torch stores its own index in `.metadata`, a pickle, which can run code when it is loaded. It is written too, so that
+torch's tools can read a checkpoint that their user trusts, but Stretto reads only `metadata.json`, and the shards
 with `weights_only=True`. Nothing in a checkpoint can run code.
 
 Each piece's checksum is computed from the bytes that are written, while they are, and compared when a piece is read,
 before it is used (`checkpoint.pieces`).
 """
 
-import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -34,31 +33,18 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from stretto.atomic_files import delete_tree, hide_folder
 from stretto.counters import advance
-from stretto.train.checkpoint.file_objects import ChecksummedFiles
-from stretto.train.checkpoint.integrity import DamagedError, file_checksum
-from stretto.train.checkpoint.metadata import (
-    FORMAT_VERSION,
-    MAX_METADATA_BYTES,
-    METADATA_FILE,
-    CheckpointMetadata,
-    StoredBox,
-    StoredFile,
-    TensorEntry,
-)
+from stretto.train.checkpoint.integrity import DamagedError
+from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry
 from stretto.train.checkpoint.pieces import MemoryFile, StoredPiece, read_ahead, read_piece
 
-INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 # Replaces torch's message, which advises to load the file with weights_only=False.
 NO_TENSOR = "a shard holds what is no tensor"
 
@@ -161,103 +147,6 @@ class StateLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].box_at(index.offset)
 
 
-@dataclass(frozen=True)
-class _CheckedPlace:
-    """A rank's record of a piece that it has written, for the first rank."""
-
-    place: _StorageInfo
-    checksum: str
-
-
-class AtomicWriter(FileSystemWriter):
-    """Writes a checkpoint to a hidden folder and renames it to its final path when all of it is on the disk.
-
-    Rank 0 renames it in `finish`, which torch calls when every rank has written and synced its files. A checkpoint
-    under its final name is therefore complete, even if processes are killed at any time. It makes no collective call of
-    its own, so `dcp.save` may run in a thread with a process group of that thread's.
-    """
-
-    def __init__(self, path: Path, description: Mapping[str, Any], *, thread_count: int = 1) -> None:
-        """`description`: CheckpointMetadata's fields step, torch, optimizer, model, run and data.
-
-        thread_count: threads that write, each to a separate file.
-        """
-        self.final_path = path
-        self.description = description
-        self.working_path = path.with_name(f".{path.name}.writing")
-        super().__init__(self.working_path, thread_count=thread_count)
-        self.fs = self._files = ChecksummedFiles()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # torch calls this on rank 0, before any rank writes: only here can the folder be emptied.
-        if os.path.lexists(self.working_path):
-            delete_tree(self.working_path)
-        self.working_path.mkdir(parents=True)
-        return super().prepare_global_plan(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        results: list[WriteResult] = super().write_data(plan, planner).wait()
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([replace(result, storage_data=self._checked(result.storage_data)) for result in results])
-        return done
-
-    def _checked(self, place: _StorageInfo) -> _CheckedPlace:
-        return _CheckedPlace(place, self._files.checksums[place.relative_path][place.offset, place.length])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        # torch's index has torch's classes alone, so that torch's tools can read it.
-        super().finish(metadata, [[replace(r, storage_data=r.storage_data.place) for r in each] for each in results])
-        tensors = {
-            name: _entry(name, entry, stored)
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        files = {INDEX_FILE: describe_file(self.working_path / INDEX_FILE)}
-        content = CheckpointMetadata(format=FORMAT_VERSION, tensors=tensors, files=files, **self.description)
-        text = content.to_bytes()
-        if len(text) > MAX_METADATA_BYTES:
-            raise ValueError(
-                f"{METADATA_FILE} has {len(text)} bytes, and one of more than {MAX_METADATA_BYTES} is not read"
-            )
-        with open(self.working_path / METADATA_FILE, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(self.working_path)
-        replaced = hide_folder(self.final_path)  # deleted last: a crash may come at any time
-        self.working_path.rename(self.final_path)
-        sync_folder(self.final_path.parent)
-        if replaced is not None:
-            delete_tree(replaced)
-
-
-def describe_file(path: Path) -> StoredFile:
-    """Size and checksum of a file that has just been written."""
-    return StoredFile(bytes=path.stat().st_size, checksum=file_checksum(path))
-
-
-def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _CheckedPlace]) -> TensorEntry:
-    chunks = []
-    for chunk in entry.chunks:
-        checked = stored[MetadataIndex(name, chunk.offsets)]
-        chunks.append(
-            StoredBox(
-                offsets=tuple(chunk.offsets),
-                sizes=tuple(chunk.sizes),
-                file=checked.place.relative_path,
-                start=checked.place.offset,
-                bytes=checked.place.length,
-                checksum=checked.checksum,
-            )
-        )
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return TensorEntry.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": chunks})
-
-
 class SafeReader(FileSystemReader):
     """Reads shard files by the index in `metadata.json`, and checks each piece before it is used.
 
@@ -339,12 +228,3 @@ def _load(path: Path, piece: StoredPiece, entry: TensorEntry, content: memoryvie
     if not isinstance(values, Tensor) or values.shape != place.sizes or values.dtype != entry.torch_dtype:
         raise DamagedError(f"{where}it holds something else")
     return values
-
-
-def sync_folder(path: Path) -> None:
-    """Force a folder's entries (new files, renames) to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,10 +11,9 @@ import os
 import pickle
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import ValidationError
 
@@ -38,7 +37,7 @@ from stretto.train.checkpoint.pieces import StoredPiece
 if TYPE_CHECKING:
     from torch import nn
 
-INDEX_FILE = ".metadata"
+INDEX_FILE: Literal[".metadata"] = ".metadata"  # torch's own
 SHOWN = 4  # names in a message
 
 _CLASSES = {
@@ -132,21 +131,13 @@ def read_pieces(path: Path) -> list[StoredPiece]:
     return pieces
 
 
-@dataclass(frozen=True)
-class _Names:
-    """Translation of the names of a folder's tensors, weights and optimizer state, to Stretto's names."""
-
-    stored: Mapping[str, str]
-    optimizer: str
-
-
 def _read_torch_index(path: Path) -> CheckpointMetadata:
     content = read_bounded(path / INDEX_FILE, MAX_METADATA_BYTES, "a checkpoint's index")
     try:
         index, places = _load_index(content)
         entries = {name: entry for name, entry in index.state_dict_metadata.items() if hasattr(entry, "chunks")}
-        names = _read_names(path, {name: tuple(entry.size) for name, entry in entries.items()})
-        tensors = {new: _entry(path, old, entries[old], places) for old, new in names.stored.items()}
+        names, optimizer = _read_names(path, {name: tuple(entry.size) for name, entry in entries.items()})
+        tensors = {new: _entry(path, old, entries[old], places) for old, new in names.items()}
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{path / INDEX_FILE} cannot be used: {first['loc'][-1]}: {first['msg']}") from error
@@ -161,7 +152,7 @@ def _read_torch_index(path: Path) -> CheckpointMetadata:
         format=WITHOUT_CHECKSUMS,
         step=0,
         torch=str(index.version) if hasattr(index, "version") else "",
-        optimizer=names.optimizer,
+        optimizer=optimizer,
         model={},
         run={},
         data={},
@@ -171,7 +162,8 @@ def _read_torch_index(path: Path) -> CheckpointMetadata:
     return metadata.model_copy(update={"step": _read_step(path, metadata)})
 
 
-def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
+def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, str], str]:
+    """Translate the names of a folder's tensors, weights and optimizer state, to Stretto's; and name the optimizer."""
     slots = {name: match for name in shapes if (match := _SLOT.fullmatch(name))}
     numbered = next((name for name, match in slots.items() if match["parameter"].isdigit()), None)
     if numbered is not None:
@@ -192,7 +184,7 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> _Names:
         raise ValueError(f"{path} has no weights, but {len(shapes)} other tensors")
     stored = {name: f"model.{name.removeprefix(prefix)}" for name in weights}
     stored |= {name: f"optimizer.{match['parameter']}.{match['key']}" for name, match in slots.items()}
-    return _Names(stored, next(iter(kinds), ""))
+    return stored, next(iter(kinds), "")
 
 
 def _has_prefix(prefix: str, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:

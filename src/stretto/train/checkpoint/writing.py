@@ -1,34 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes one checkpoint: several writer threads a rank, errors that name a full disk, and no partial folder after one.
-
-`storage.AtomicWriter` makes the checkpoint whole or not there; here is what happens around it when something fails.
-"""
+"""Writes one checkpoint, whole or not at all: several writer threads a rank, and errors that name a full disk."""
 
 import errno
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from stretto.atomic_files import delete_tree, hide_folder
+from stretto.counters import advance
 from stretto.launch.failures import JobError
 from stretto.launch.watching.ranks import WRITES_FILE
-from stretto.train.checkpoint.storage import AtomicWriter, ShardedState, StateSavePlanner
+from stretto.train.checkpoint.integrity import file_checksum, to_text
+from stretto.train.checkpoint.metadata import (
+    FORMAT_VERSION,
+    MAX_METADATA_BYTES,
+    METADATA_FILE,
+    CheckpointMetadata,
+    StoredBox,
+    StoredFile,
+    TensorEntry,
+)
+from stretto.train.checkpoint.storage import ShardedState, StateSavePlanner
+from stretto.train.checkpoint.torch_format import INDEX_FILE
 
 OVERHEAD = 0.01
 """Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
@@ -69,32 +81,107 @@ def describe_lack(out: Path, needed: int, free: int, *, was: bool = False) -> st
     return f"no space left for a checkpoint in {out}: it needs {_size(needed)}, and {has}"
 
 
-class CheckpointWriter(AtomicWriter):
-    """An AtomicWriter with several writer threads, whose partial folder `discard` deletes after a failure.
+class _ChecksummedFile:
+    """A file that is written from its beginning, and keeps the checksum of the bytes between two calls of `tell`.
+
+    torch's writer calls `tell` before and after each piece.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._start, self._length, self._crc = 0, 0, 0
+        self.checksums: dict[tuple[int, int], str] = {}  # by the first byte and the number of bytes
+
+    def tell(self) -> int:
+        if self._length:
+            self.checksums[self._start, self._length] = to_text(self._crc)
+        self._start, self._length, self._crc = self._start + self._length, 0, 0
+        return self._start
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self._crc = zlib.crc32(view, self._crc)
+        self._length += len(view)
+        advance()
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _ChecksummedFiles(FileSystem):
+    """The file system of a writer; keeps the checksums of the pieces of each file. Each file has one thread.
+
+    error: the first of the system. torch replaces a file's error by its own ("unexpected pos").
+    """
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, dict[tuple[int, int], str]] = {}
+        self.error: OSError | None = None
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        try:
+            with open(path, mode) as file:
+                if "w" not in mode:
+                    yield file
+                    return
+                stream = _ChecksummedFile(file)
+                self.checksums[Path(path).name] = stream.checksums
+                yield stream
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            self.error = self.error or cause
+            raise
+
+
+@dataclass(frozen=True)
+class _CheckedPlace:
+    """A rank's record of a piece that it has written, for the first rank."""
+
+    place: _StorageInfo
+    checksum: str
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a checkpoint to a hidden folder and renames it to its final path when all of it is on the disk.
+
+    Rank 0 renames it in `finish`, which torch calls when every rank has written and synced its files. A checkpoint
+    under its final name is therefore complete, even if processes are killed at any time. It makes no collective call of
+    its own, so `dcp.save` may run in a thread with a process group of that thread's.
 
     description: CheckpointMetadata's fields other than `torch` and `tensors`. threads: each writes a separate file.
     """
 
     def __init__(self, path: Path, description: Mapping[str, Any], *, threads: int = 1) -> None:
-        super().__init__(path, {"torch": torch.__version__, **description})
-        self._create_stream = self.fs.create_stream
-        self.fs.create_stream = self._open  # type: ignore[method-assign]
+        self.final_path = path
+        self.description = {"torch": torch.__version__, **description}
+        self.working_path = path.with_name(f".{path.name}.writing")
         # torch would copy tensors of a GPU ahead, on the stream of a thread that may have another GPU.
-        self.per_thread_copy_ahead = 0
+        super().__init__(self.working_path, per_thread_copy_ahead=0)
+        self.fs = self._files = _ChecksummedFiles()
         self._threads = threads
         self._lock = threading.Lock()
         self._is_discarded = False
-        self._disk_error: OSError | None = None
 
-    @contextmanager
-    def _open(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file. torch replaces a file's error by its own ("unexpected pos"), so the first is kept."""
-        try:
-            with self._create_stream(path, mode) as stream:
-                yield stream
-        except Exception as error:
-            self._disk_error = self._disk_error or _find_os_error(error)
-            raise
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # torch calls this on rank 0, before any rank writes: only here can the folder be emptied.
+        if os.path.lexists(self.working_path):
+            delete_tree(self.working_path)
+        self.working_path.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         # torch's own threads would lose their errors, and a checkpoint without their files would look whole.
@@ -104,18 +191,51 @@ class CheckpointWriter(AtomicWriter):
             with ThreadPoolExecutor(len(parts), WRITES_FILE) as pool:
                 written = list(pool.map(lambda part: write(part, planner).wait(), parts))
         except Exception as error:
-            if self._disk_error is not None:
-                raise self._disk_error from error
+            if self._files.error is not None:
+                raise self._files.error from error
             raise
         done: Future[list[WriteResult]] = Future()
-        done.set_result([result for of_part in written for result in of_part])
+        done.set_result([self._checked(result) for of_part in written for result in of_part])
         return done
+
+    def _checked(self, result: WriteResult) -> WriteResult:
+        place = result.storage_data
+        checksum = self._files.checksums[place.relative_path][place.offset, place.length]
+        return replace(result, storage_data=_CheckedPlace(place, checksum))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         with self._lock:
             if self._is_discarded:
                 raise OSError("the run ended while the checkpoint was written")
-            super().finish(metadata, results)
+            self._finish(metadata, results)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        stored = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        # torch's index has torch's classes alone, so that torch's tools can read it.
+        super().finish(metadata, [[replace(r, storage_data=r.storage_data.place) for r in each] for each in results])
+        tensors = {
+            name: _entry(name, entry, stored)
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        index = self.working_path / INDEX_FILE
+        files = {INDEX_FILE: StoredFile(bytes=index.stat().st_size, checksum=file_checksum(index))}
+        content = CheckpointMetadata(format=FORMAT_VERSION, tensors=tensors, files=files, **self.description)
+        text = content.to_bytes()
+        if len(text) > MAX_METADATA_BYTES:
+            raise ValueError(
+                f"{METADATA_FILE} has {len(text)} bytes, and one of more than {MAX_METADATA_BYTES} is not read"
+            )
+        with open(self.working_path / METADATA_FILE, "wb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        _sync_folder(self.working_path)
+        replaced = hide_folder(self.final_path)  # deleted last: a crash may come at any time
+        self.working_path.rename(self.final_path)
+        _sync_folder(self.final_path.parent)
+        if replaced is not None:
+            delete_tree(replaced)
 
     def discard(self) -> None:
         """Delete what was written, unless the checkpoint is whole by now; it never becomes whole afterwards."""
@@ -126,6 +246,33 @@ class CheckpointWriter(AtomicWriter):
                 if not self.working_path.exists():
                     return
                 time.sleep(_PAUSE)
+
+
+def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _CheckedPlace]) -> TensorEntry:
+    chunks = []
+    for chunk in entry.chunks:
+        checked = stored[MetadataIndex(name, chunk.offsets)]
+        chunks.append(
+            StoredBox(
+                offsets=tuple(chunk.offsets),
+                sizes=tuple(chunk.sizes),
+                file=checked.place.relative_path,
+                start=checked.place.offset,
+                bytes=checked.place.length,
+                checksum=checked.checksum,
+            )
+        )
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    return TensorEntry.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": chunks})
+
+
+def _sync_folder(path: Path) -> None:
+    """Force a folder's entries (new files, renames) to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_checkpoint(
@@ -199,14 +346,6 @@ def _divide(plan: SavePlan, count: int) -> Iterator[SavePlan]:
 def _bytes_of(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _find_os_error(error: BaseException) -> OSError | None:
-    """The error of the system that an error was raised for, or while it was handled."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OSError):
-        found = found.__cause__ or found.__context__
-    return found
 
 
 def _size(count: float) -> str:

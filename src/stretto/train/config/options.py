@@ -7,7 +7,7 @@ machine.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -49,20 +49,12 @@ def execution_option(name: str, **rules: Any) -> Any:
     return option(described["default"], described["help"], **texts, **rules)
 
 
-def _none_from_text(value: Any) -> Any:
-    """Read the text "none" as None, for options that can be switched off: TOML has no null."""
-    return None if value == "none" else value
-
-
-CanBeNone = BeforeValidator(_none_from_text)
-
-
-def _switch_of_text(value: Any) -> Any:
-    """Parse the texts "true" and "false" as booleans, for options that also accept another word."""
-    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
-
-
-CanBeSwitch = BeforeValidator(_switch_of_text)
+CanBeNone = BeforeValidator(lambda value: None if value == "none" else value)
+"""Of options that can be switched off, by the text "none": TOML has no null."""
+CanBeSwitch = BeforeValidator(
+    lambda value: {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
+)
+"""Of options that take another word, too: the texts "true" and "false" are booleans."""
 
 
 def _folder_of_text(value: Any) -> Any:
@@ -327,58 +319,58 @@ class JobConfig(Section):
 AnyConfig = TypeVar("AnyConfig", bound=JobConfig)
 
 
-def contradictions_of_run(run: RunOptions) -> list[str]:
-    """Check the rules between the options of RunOptions. Returns a message for each rule that is broken."""
-    problems = []
+def broken(rules: Mapping[str, object]) -> Iterator[str]:
+    """The messages of broken rules: each with whether it is."""
+    return (message for message, is_broken in rules.items() if is_broken)
+
+
+def contradictions_of_run(run: RunOptions) -> Iterator[str]:
+    """Check the rules between the options of RunOptions. Yields a message for each rule that is broken."""
     if run.min_lr > run.lr:
-        problems.append(f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do")
+        yield f"train.min_lr is {run.min_lr}, but must be at most train.lr; {run.lr} would do"
     if run.schedule == "constant" and run.min_lr:
-        problems.append(
+        yield (
             f"train.min_lr is {run.min_lr}, but train.schedule='constant' never decays to it: leave it at 0, or take "
             "train.schedule='cosine', 'linear' or 'wsd'"
         )
     if run.decay_steps is not None:
         room = run.steps - run.warmup_steps
         if run.schedule != "wsd":
-            problems.append(
+            yield (
                 f"train.decay_steps is {run.decay_steps}, but only train.schedule='wsd' takes it, "
                 f"and train.schedule is {run.schedule!r}"
             )
         elif run.decay_steps > room:
-            problems.append(
+            yield (
                 f"train.decay_steps is {run.decay_steps}, but {max(room, 0)} steps are left after warm-up"
                 + (f"; {room} would do" if room > 0 else "")
             )
-    problems += _contradictions_of_retention(run)
+    yield from _contradictions_of_retention(run)
     if run.optimizer == "adamw" and run.momentum:
-        problems.append(
+        yield (
             f"train.momentum is {run.momentum}, but adamw has no momentum: train.beta1 is adamw's, "
             "or take train.optimizer='sgd'"
         )
-    return problems
 
 
-def _contradictions_of_retention(run: RunOptions) -> list[str]:
+def _contradictions_of_retention(run: RunOptions) -> Iterator[str]:
     """Rules between the options that say which checkpoints are written and kept."""
-    problems = []
-    every = run.checkpoint_every
+    every, evaluated = run.checkpoint_every, run.evaluate_every
     if run.keep_every is not None and (every is None or run.keep_every % every):
         would_do = (
             "set train.checkpoint_every" if every is None else f"{nearest_multiple(run.keep_every, every)} would do"
         )
-        problems.append(
+        yield (
             f"train.keep_every is {run.keep_every}, but must be a multiple of train.checkpoint_every, which is "
             f"{'none' if every is None else every}; {would_do}"
         )
-    evaluated = run.evaluate_every
     if run.keep_best and (every is None or evaluated is None or every % evaluated):
         would_do = "set both" if every is None else f"train.evaluate_every={every} would do"
-        problems.append(
+        yield (
             f"train.keep_best is {run.keep_best}, but checkpoints are compared by evaluations: train.checkpoint_every "
             f"({'none' if every is None else every}) must be a multiple of train.evaluate_every "
             f"({'none' if evaluated is None else evaluated}); {would_do}"
         )
-    return problems
 
 
 def nearest_multiple(number: int, divisor: int) -> int:

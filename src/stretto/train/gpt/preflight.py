@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stretto.axes import check_sizes, name_grid
 from stretto.cluster import Cluster
@@ -305,14 +305,10 @@ def _schedule_of(config: TrainConfig) -> PredictKeywords:
     pipeline = config.pipeline
     if config.grid.pipe == 1:
         return {}
-    asked: PredictKeywords = {"schedule": pipeline.schedule, "virtual_stages": pipeline.stages.virtual_stages}
-    if pipeline.extra_warm_up:
-        asked["extra_warm_up"] = pipeline.extra_warm_up
-    if pipeline.limit is not None:
-        asked["limit"] = pipeline.limit
-    if pipeline.serve_first is not None:
-        asked["serve_first"] = pipeline.serve_first
-    return asked
+    names = ("extra_warm_up", "limit", "serve_first")
+    asked = {name: value for name in names if (value := getattr(pipeline, name))}
+    asked |= {"schedule": pipeline.schedule, "virtual_stages": pipeline.stages.virtual_stages}
+    return cast(PredictKeywords, asked)
 
 
 def _check_fits_machine(config: TrainConfig, source: ModelSource) -> None:

@@ -185,6 +185,11 @@ class StrettoBackend : public Backend {
       std::vector<int64_t>& output_sizes,
       std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& opts) override {
+    for (const auto* sizes : {&output_sizes, &input_sizes}) {
+      for (const int64_t rows : *sizes) {
+        TORCH_CHECK_VALUE(rows >= 0, "a split size of all_to_all_single is ", rows, ", but must be at least 0");
+      }
+    }
     const char* note = output_sizes.empty() && input_sizes.empty() ? ""
         : is_even(output_sizes) && is_even(input_sizes)            ? "even sizes"
                                                                    : "uneven sizes";
@@ -235,11 +240,13 @@ class StrettoBackend : public Backend {
   }
 
   intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
+    require_rank("send to", to);
     count_message("send", tensors);
     return kept(tensors, inner_of(tensors)->send(tensors, to, tag));
   }
 
   intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+    require_rank("receive from", from);
     count_message("recv", tensors);
     return kept(tensors, inner_of(tensors)->recv(tensors, from, tag));
   }
@@ -389,6 +396,12 @@ class StrettoBackend : public Backend {
  private:
   static bool is_even(const std::vector<int64_t>& sizes) {
     return std::all_of(sizes.begin(), sizes.end(), [&sizes](int64_t size) { return size == sizes.front(); });
+  }
+
+  // gloo waits for a rank that is not there until the time limit, or crashes.
+  void require_rank(const char* what, int rank) const {
+    TORCH_CHECK_VALUE(
+        0 <= rank && rank < size_, what, " rank ", rank, " of a group that has ranks 0 to ", size_ - 1);
   }
 
   static std::vector<int64_t> sizes_of(const Tensors& tensors) {

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the collectives of one group on GPUs: looks up each call's choice in a table, and loads its kernel once."""
 
+import functools
+import logging
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +15,12 @@ from stretto.collectives.executor.cuda.copy_engine.executor import PROTOCOL, Cop
 from stretto.collectives.executor.cuda.fused.kernel import MAX_PLANS, FusedScheduleKernel
 from stretto.collectives.executor.cuda.variant import ELEMENTS, OPERATIONS, Variant
 from stretto.collectives.executor.cuda.workspace import CollectiveWorkspace
-from stretto.collectives.log_once import LogOnce
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.selection import LIBRARY, AlgorithmChoice, Table, find_table_file
 from stretto.collectives.verifier import verify
 from stretto.tuning import decide_on_rank_0, machine_key
+
+logger = logging.getLogger("stretto.collectives")
 
 Kernel = FusedScheduleKernel | CopyEngineExecutor
 
@@ -59,7 +62,7 @@ class CudaCommunicator:
         self.workspace = CollectiveWorkspace(group, timeout=timeout)
         self.world_size = self.workspace.world_size
         self._group_name = "0" if group is None else group.group_name
-        self._log = LogOnce()
+        self._log_once = functools.lru_cache(65536)(logger.debug)
         self._kernels: dict[tuple[AlgorithmChoice, str, str, bool], Kernel] = {}
         self._calls: dict[tuple[object, ...], ResolvedCall] = {}
         try:
@@ -78,10 +81,10 @@ class CudaCommunicator:
         kernel, name, why = self.find(collective, input, output, reduction)
         if kernel is not None:
             kernel(input, output)
-        if self._log.is_enabled:
+        if logger.isEnabledFor(logging.DEBUG):
             larger = input if output is None or input.numel() >= output.numel() else output
             call = f"{collective} {reduction} of {larger.numel()} {_name(larger.dtype)} ({larger.nbytes} bytes)"
-            self._log.log(f"group {self._group_name}: {call} runs as {name or 'the library'}: {why}")
+            self._log_once(f"group {self._group_name}: {call} runs as {name or 'the library'}: {why}")
         return name
 
     def find(self, collective: str, input: Tensor, output: Tensor | None, reduction: str) -> ResolvedCall:
