@@ -53,6 +53,7 @@ from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.gradient_buckets import (
+    GRAD,
     BackwardPass,
     BucketedSums,
     GradientListener,
@@ -336,8 +337,8 @@ class GradientReducer:
             return
         if torch._C._current_graph_task_id() not in self._passes:
             self._enter()
-        if parameter.grad is None and gradient.dtype == parameter.dtype:
-            parameter.grad = as_gradient(gradient, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+        if GRAD.__get__(parameter) is None and gradient.dtype == parameter.dtype:
+            GRAD.__set__(parameter, as_gradient(gradient, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
         else:
             accumulate(parameter, gradient)
 
