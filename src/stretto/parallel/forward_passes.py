@@ -85,7 +85,7 @@ def _find_outdated(model: nn.Module, gradients: GradientReducer, stream: int | N
                         if parameter.requires_grad:
                             check_is_sharded(prefix + name, parameter)
                 elif taken.requires_grad != parameter.requires_grad or (
-                    taken.shard is not None and taken.shard is not parameter._local_tensor  # type: ignore[attr-defined]
+                    taken.shard is not None and taken.shard is not parameter._local_tensor
                 ):
                     is_outdated = True
                 if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
