@@ -127,7 +127,8 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
             first = first or grads
             for place, (grad, right) in enumerate(zip(grads, expected, strict=True)):
                 if not is_close(grad, right, grad.dtype) or not torch.equal(grad, first[place]):
-                    wrong.append((number, sparse, by_copies, place, (grad.double() - right).abs().max().item()))
+                    error, is_first = (grad.double() - right).abs().max().item(), torch.equal(grad, first[place])
+                    wrong.append((number, sparse, by_copies, place, error, is_first))
     write(folder, wrong)
 
 

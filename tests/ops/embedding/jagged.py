@@ -32,28 +32,31 @@ class Case:
     grad: torch.Tensor
 
     def expected(self, leaves=None):
-        """fp64 [batch, width]. leaves: all ranks' tables in fp64, by default copies."""
+        """fp64 [batch, width], computed on the CPU: of a GPU in parts, libraries' kernels are not beyond doubt.
+
+        leaves: all ranks' tables in fp64 on the CPU, by default copies.
+        """
         columns = []
         for place, owner in enumerate(self.owners):
-            tables = leaves[place] if leaves else [table.double() for table in owner.tables]
+            tables = leaves[place] if leaves else [table.double().cpu() for table in owner.tables]
             for number, table in enumerate(tables):
                 columns.append(pool(owner, number, table, self.batch, self.mode))
-        return torch.cat(columns, 1)
+        return torch.cat(columns, 1).to(self.grad.device)
 
     def expected_gradients(self, rank):
         """fp64 gradients of a rank's tables."""
-        leaves = [[table.double().requires_grad_() for table in owner.tables] for owner in self.owners]
+        leaves = [[table.double().cpu().requires_grad_() for table in owner.tables] for owner in self.owners]
         self.expected(leaves).backward(self.grad.double())
-        return [leaf.grad for leaf in leaves[rank]]
+        return [leaf.grad.to(self.grad.device) for leaf in leaves[rank]]
 
 
 def pool(owner, number, table, batch, mode):
     """fp64 [batch, dim]: one table's pooled rows."""
-    bounds = owner.offsets[number * batch : (number + 1) * batch + 1].long()
+    bounds = owner.offsets[number * batch : (number + 1) * batch + 1].long().to(table.device)
     counts = bounds.diff()
-    rows = table[owner.indices[bounds[0] : bounds[-1]].long()]
+    rows = table[owner.indices[bounds[0] : bounds[-1]].long().to(table.device)]
     if owner.weights is not None:
-        rows = rows * owner.weights[bounds[0] : bounds[-1], None].double()
+        rows = rows * owner.weights[bounds[0] : bounds[-1], None].double().to(table.device)
     bags = torch.repeat_interleave(torch.arange(batch, device=table.device), counts)
     pooled = table.new_zeros(batch, table.shape[1]).index_add(0, bags, rows)
     return pooled / counts.clamp(min=1)[:, None] if mode == "mean" else pooled
