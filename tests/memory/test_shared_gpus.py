@@ -269,7 +269,7 @@ def test_a_group_of_nccl_is_refused_while_gpus_are_shared(ranks):
     ranks(1).run(refuse_another_backend)
 
 
-@pytest.mark.parametrize(("value", "is_on"), [(None, False), ("", False), ("0", False), ("1", True), ("yes", True)])
+@pytest.mark.parametrize(("value", "is_on"), [(None, False), ("", False), ("0", False), ("1", True)])
 def test_the_switch_is_an_environment_variable(monkeypatch, value, is_on):
     monkeypatch.delenv(shared_gpus.SWITCH, raising=False)
     if value is not None:

@@ -12,6 +12,7 @@ from stretto.execution import StateOptions
 from stretto.memory import failures
 from stretto.ops.symmetric import BLOCKS, symmetric_product
 from stretto.optim.sparse import BitmapIndex
+from stretto.optim.sparse.index import BitmapTable
 from stretto.optim.sparse.masks import pack
 from stretto.optim.state.store import OptimizerStateStore, StoredParameter
 from stretto.train.bit_hash import multipliers
@@ -23,7 +24,7 @@ _HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
 _TRIANGLE = "ops.symmetric.multiply_triangle"
-_PRUNED = tuple(f"optim.sparse.kernels.{name}" for name in ("_compress", "_expand"))
+_PRUNED = tuple(f"optim.sparse.kernels.{name}" for name in ("_compress", "_expand", "_note_addresses"))
 
 
 class AdamWCase(StressCase):
@@ -152,7 +153,8 @@ class HostStateCase(StressCase):
 
 
 class PrunedWeightsCase(StressCase):
-    """Numbers that are compressed, added up and expanded by a bitmap: bits of indexing by the mask."""
+    """Numbers that are compressed, added up and expanded by a bitmap, of one tensor and of two at once: bits of
+    indexing by the mask."""
 
     entries = ENTRIES
 
@@ -164,6 +166,9 @@ class PrunedWeightsCase(StressCase):
             team.integers((count,), entry, team.rank, low=-50, high=50).bfloat16() / 16 for entry in range(ENTRIES)
         ]
         self._expected = [(dense[mask] * 2, torch.where(mask, dense * 2, 0)) for dense in self._dense]
+        self._both = [torch.zeros_like(self._dense[0]) for _ in range(2)]
+        indices = [BitmapIndex(pack(mask), count) for _ in self._both]
+        self._table = BitmapTable(indices, [0, indices[0].count], self._both)
 
     def call(self, entry: int) -> Sequence[Check]:
         dense, index = self._dense[entry], self._index
@@ -171,7 +176,14 @@ class PrunedWeightsCase(StressCase):
         for adds in (False, True):
             index.launch_compress(dense, left, adds)
         index.launch_expand(left, wide, [])
-        return [Check(one, right) for one, right in zip((left, wide), self._expected[entry], strict=True)]
+        other = (entry + 1) % ENTRIES
+        both = left.new_empty(self._table.stop)
+        for adds in (False, True):
+            self._table.compress({0: dense, 1: self._dense[other]}, both, adds=adds)
+        self._table.expand(both, 0, self._table.stop)
+        found = left, both[: len(left)], both[len(left) :], wide, *(each.clone() for each in self._both)
+        (one, one_wide), (two, two_wide) = self._expected[entry], self._expected[other]
+        return [Check(*pair) for pair in zip(found, (one, one, two, one_wide, one_wide, two_wide), strict=True)]
 
 
 class SymmetricCase(StressCase):

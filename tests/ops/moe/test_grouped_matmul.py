@@ -241,7 +241,7 @@ def test_wrong_operands_of_a_weight_gradient_are_refused(grad, offsets, message)
 
 def test_projections_that_do_not_fit_and_unknown_activations_are_refused():
     offsets = as_offsets([0, 2, 5])
-    with pytest.raises(ValueError, match="down \\[e, h, F\\], not \\[2, 4, 3\\] and \\[2, 3, 3\\]"):
+    with pytest.raises(ValueError, match="down \\[e, h, f\\], not \\[2, 4, 3\\] and \\[2, 3, 3\\]"):
         moe.experts_mlp(ROWS, offsets, WEIGHT, torch.zeros(2, 3, 3))
     with pytest.raises(ValueError, match=r"one of gelu, .*, not 'swish'"):
         moe.experts_mlp(ROWS, offsets, WEIGHT, torch.zeros(2, 3, 2), "swish")
