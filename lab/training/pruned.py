@@ -102,7 +102,7 @@ def _measure_part(part: str, setting: PrunedSetting, keep: Keep) -> list[dict[st
 
 
 def _attempt(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What was measured, or why nothing was."""
+    """Return what was measured, or why nothing was."""
     try:
         return measure(*arguments)
     except FAILURES as error:

@@ -119,6 +119,10 @@ class ParameterLayout:
         return whole.detach().clone(memory_format=torch.contiguous_format)
 
 
+GRAD: Any = torch.Tensor.grad
+"""torch's own attribute, a descriptor: that of a parameter on a grid takes calls to have its gradient be one, too."""
+
+
 class TensorOnGrid(DTensor):
     """A DTensor of Stretto's own: a parameter that `parallelize` made, or a view of one, which has no layout.
 

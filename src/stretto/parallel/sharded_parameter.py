@@ -32,13 +32,12 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
+from stretto.parallel.layout import GRAD, ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
 
 # torch's optimizers with fused=True, element by element; DTensor knows Adam's alone.
 _FUSED_UPDATES = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
-_GRAD: Any = torch.Tensor.grad  # the descriptor
 # Of these optimizers make their state, which stays DTensors.
 _STATES = (torch.ops.aten.clone, torch.ops.aten.empty_like, torch.ops.aten.full_like, torch.ops.aten.zeros_like)
 
@@ -173,7 +172,7 @@ class ShardedParameter(TensorOnGrid):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, whose edits and sums are as a parameter's."""
-        found = _GRAD.__get__(self)
+        found = GRAD.__get__(self)
         if type(found) in (DTensor, _Result):
             vars(found).pop("view_of", None)
             found.__class__ = ShardedParameter
@@ -182,7 +181,7 @@ class ShardedParameter(TensorOnGrid):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -239,7 +238,7 @@ class _Copy(ShardedParameter):
 
 
 class _Result(ShardedParameter):
-    """What is computed from parameters or gradients."""
+    """A tensor that is computed from parameters or gradients."""
 
 
 class _SubclassDispatch(SelectiveMode):

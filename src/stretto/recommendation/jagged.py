@@ -28,7 +28,7 @@ def _to_offsets(lengths: Tensor) -> Tensor:
 
 
 class _Tensors:
-    """What holds tensors, on one device."""
+    """A holder of tensors on one device."""
 
     _values: Tensor
 

@@ -181,8 +181,11 @@ def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> Spa
 
 
 def make_table(indices: Sequence[SparseIndex], firsts: Sequence[int], dense: Sequence[Tensor]) -> "BitmapTable | None":
-    """The table of these, where kernels run; None elsewhere, for int32 positions, and where nothing is left of any."""
+    """The table of these, where kernels run; None elsewhere, for int32 positions, where nothing is left of any, and for
+    tensors that do not begin at multiples of 16 bytes, as a user's views may not."""
     if any(isinstance(index, PositionIndex) for index in indices) or not any(index.count for index in indices):
+        return None
+    if any(each.data_ptr() % 16 for each in dense):
         return None
     return BitmapTable(indices, firsts, dense) if runs_kernels(dense[0]) else None
 
@@ -215,7 +218,6 @@ class BitmapTable:
             part.move(bits[number].view(-1), prefix[number], firsts[number])
         ends = [block * _BLOCK + part.size for block, part in zip(self._first_blocks, parts, strict=False)]
         self._addresses = [self._address(number, each) for number, each in enumerate(dense)]
-        assert not any(address % 16 for address in self._addresses)
         columns = (self._first_blocks[:-1], ends, self._addresses)
         self._all = kernels.TensorPlaces(*[torch.tensor(column, device=device) for column in columns])
         read, some = self._all.ends.new_zeros(2, len(parts) + kernels.NOTED)

@@ -343,9 +343,6 @@ def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False
     parameter.grad = as_gradient(mine, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-# torch's own attribute: that of a parameter on a grid takes calls to have its gradient be one on the grid, too.
-GRAD: Any = torch.Tensor.grad
-
 # As in FSDP2: `from_local` would take 50 us to derive again what is known from the parameter. DTensor's own `__init__`
 # does nothing, in ten calls.
 as_gradient = partial(DTensor.__new__, DTensor)

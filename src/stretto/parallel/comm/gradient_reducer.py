@@ -53,7 +53,6 @@ from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
 from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.gradient_buckets import (
-    GRAD,
     BackwardPass,
     BucketedSums,
     GradientListener,
@@ -69,6 +68,7 @@ from stretto.parallel.comm.unsharded_gradients import UnshardedGradients
 from stretto.parallel.comm.users_hooks import UsersHooks, alive
 from stretto.parallel.comm.weight_gathering import WeightToGather
 from stretto.parallel.grid import Grid
+from stretto.parallel.layout import GRAD
 from stretto.parallel.precision import Precision
 from stretto.parallel.state import require_state
 

@@ -129,7 +129,7 @@ class PrunedRowExchange:
         self._order = [peer * len(weights) + number for number in numbers for peer in ranks]
 
     def run(self) -> Tensor:
-        """What is left of this rank's rows of each weight, one after another. Collective."""
+        """Return what is left of this rank's rows of each weight, one after another. Collective."""
         sent = torch.cat(self._sent)
         received = sent.new_empty(sum(self._receives))
         parts = all_to_all(received, sent, self._receives, self._sends, self._group).split(self._sizes)

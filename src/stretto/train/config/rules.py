@@ -253,7 +253,7 @@ def _check_reshard(config: "TrainConfig") -> Iterator[str]:
 
 
 def _check_graph(config: "TrainConfig") -> Iterator[str]:
-    """What a step that is one CUDA graph cannot do."""
+    """Yield what a step that is one CUDA graph cannot do."""
     grid, run, dropout = config.grid, config.train, config.model.dropout
     rules = {
         "train.cuda_graph and train.trace are both on, but the kernels of a graph cannot be attributed in a trace; "
