@@ -218,7 +218,7 @@ def confirm(world: int, folder: Path) -> tuple[list[float], list[dict[str, float
 def test_auto_is_the_fastest_of_a_first_call(gpu_pool: GpuRanks, world: int, tmp_path: Path) -> None:
     results = gpu_pool.run(world, confirm, world, tmp_path)
     for errors, times in results:
-        assert all(error < LIMIT[torch.bfloat16] for error in errors)
+        assert max(errors) < LIMIT[torch.bfloat16], (errors, times)
         assert times == results[0][1]
         assert all(set(each) == set(IMPLEMENTATIONS) and min(each.values()) > 0 for each in times)
         assert times

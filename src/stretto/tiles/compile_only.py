@@ -25,9 +25,12 @@ def compile_kernel(kernel: Any, arguments: tuple[Any, ...], options: dict[str, A
     """The kernel in all its forms, by name: "ttir", "ttgir", "llir", then "ptx", "cubin" or "amdgcn", "hsaco".
 
     arguments, options: as in a launch, kernel[grid](*arguments, **options); tensors may be on the CPU. target: one of
-    `TARGETS`. ValueError for others, and in a process whose kernels are interpreted.
+    `TARGETS`. ValueError for others, and in a process whose kernels are interpreted. RuntimeError where Triton has
+    moved a reduction out of a loop whose turns need one each, as 3.6 and 3.7 do with tensors that a loop carries.
     """
-    return dict(_compile(kernel, arguments, options, target).asm)
+    forms = dict(_compile(kernel, arguments, options, target).asm)
+    _check_reductions(forms["ttir"], forms["ttgir"])
+    return forms
 
 
 def count_shared_bytes(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], target: str) -> int:
@@ -48,6 +51,32 @@ def _compile(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], t
     parsed, signature, constants, attributes = kernel._pack_args(backend, named, bound, specialization, rest)
     source = ASTSource(kernel, signature, constants, attributes)
     return compile(source, target=TARGETS[target], options=parsed.__dict__)
+
+
+def _check_reductions(before: str, after: str) -> None:
+    """Raise a RuntimeError where fewer reductions are inside of loops than before layouts were assigned.
+
+    What does not change in a loop has left it before that. Pipelines add reductions, outside of loops too.
+    """
+    found, kept = (_count_reductions(form) for form in (before, after))
+    for depth in range(1, len(found)):
+        if sum(found[depth:]) > sum(kept[depth:]):
+            raise RuntimeError(
+                f"Triton has moved a reduction out of {depth} nested loops: every turn would take the first's"
+            )
+
+
+def _count_reductions(form: str) -> list[int]:
+    """Count the reductions and scans inside of 0, 1, 2, ... nested loops of a kernel, which is indented as it nests."""
+    counts, loops = [0] * 8, list[int]()
+    for line in form.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and line.strip() and indent <= loops[-1] and "} do {" not in line:
+            loops.pop()
+        counts[len(loops)] += '"tt.reduce"' in line or '"tt.scan"' in line
+        if "scf.for" in line or "scf.while" in line:
+            loops.append(indent)
+    return counts
 
 
 def _hash_dependencies_first() -> None:

@@ -294,7 +294,10 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
         total = tl.zeros((CHUNKS, target.block), tl.float32)
         at = start[:, None] + steps[None, :]
         place = tl.load(segments.places + at, mask=at < end[:, None], other=0)
-        for _ in range(0, tl.max(end - start, 0), ROWS):
+        # Loaded again: of `start` and `end`, which the loop carries, Triton (3.6, 3.7) takes the maximum just once.
+        lengths = tl.load(segments.starts + chunk + 1, mask=segment_mask, other=0)
+        lengths -= tl.load(segments.starts + chunk, mask=segment_mask, other=0)
+        for _ in range(0, tl.max(lengths, 0), ROWS):
             known = at < end[:, None]
             next_place = tl.load(segments.places + at + ROWS, mask=at + ROWS < end[:, None], other=0)
             offset = tl.multiple_of(place.to(tl.int64) * QUANTUM, (target.multiple, target.multiple))

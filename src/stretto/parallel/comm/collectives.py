@@ -237,14 +237,17 @@ class Pending:
 
 @dataclass(frozen=True)
 class PendingSum(Pending):
-    """Parts of all ranks on their way, in a narrower dtype than that of their sum [rows, ...], which `wait` returns."""
+    """Parts of all ranks on their way, in a narrower dtype than that of their sum or average [rows, ...], which `wait`
+    returns."""
 
     rows: int = 0
     ranks: int = 1
     dtype: torch.dtype | None = None
+    averages: bool = False
 
     def wait(self) -> Tensor:
-        return super().wait().unflatten(0, (self.ranks, -1))[:, : self.rows].sum(0, dtype=self.dtype)
+        parts = super().wait().unflatten(0, (self.ranks, -1))[:, : self.rows]
+        return parts.mean(0, dtype=self.dtype) if self.averages else parts.sum(0, dtype=self.dtype)
 
 
 class _NoGroup:
@@ -361,13 +364,16 @@ def start_scatter_narrow_rows(
 ) -> Pending:
     """Begin `scatter_rows` of numbers that are summed in a wider dtype, but sent as they are: by an all-to-all.
 
-    `Pending.factor` is left to the caller.
+    An average takes no pass of its own; other factors are left to the caller, as `Pending.factor`.
     """
-    source = _padded(whole, -(-whole.shape[0] // group.size()) * group.size())
+    size = group.size()
+    averages = factor == 1 / size
+    source = _padded(whole, -(-whole.shape[0] // size) * size)
     received = torch.empty_like(source)
     with collective("all_to_all", group) as issued:
         work = issued.watch(dist.all_to_all_single(received, source, group=group, async_op=True), received)
-        return PendingSum(received, work, source, factor, rows=local_rows, ranks=group.size(), dtype=dtype)
+        factor = 1.0 if averages else factor
+        return PendingSum(received, work, source, factor, rows=local_rows, ranks=size, dtype=dtype, averages=averages)
 
 
 def all_to_all(
