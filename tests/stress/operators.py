@@ -25,6 +25,7 @@ SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
 JOINT = "ops.joint.kernel.joint_gemm"
+JOINT_COPIED = "ops.joint.kernel.joint_gemm_by_copies"
 ADDED = "ops.joint.kernel.add_rows"
 
 _DENSITIES = (0.5, 0.25, 0.1, 0.03)  # fraction of nonzero operands: uses the first with which no sum is rounded
@@ -519,8 +520,8 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
         return DEFAULT
     if call.schedule is not None:
         by_copies = call.plan.transfer == "copies"
-        waits, sums = ("tiles.signals.wait_for_channel",) * by_copies, (ADDED,) * (by_copies and not call.is_gather)
-        return (BEGIN, *waits, JOINT, *sums)
+        sums = (ADDED,) * (not call.is_gather)
+        return (BEGIN, "tiles.signals.wait_for_channel", JOINT_COPIED, *sums) if by_copies else (BEGIN, JOINT)
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
             return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)
