@@ -329,6 +329,10 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
         "the same by copy engines",
         OperatorVariant("", 50, 192, 128, COPIES, has_bias=True, schedule="ring-all-gather"),
     ),
+    "direct-copies": (
+        "a direct schedule's copies; polls in a flattened loop",
+        OperatorVariant("", 64, 192, 128, COPIES, schedule="direct-all-gather"),
+    ),
     "ring-pulled": (
         "copy engines pull them, ragged",
         OperatorVariant("", 50, 131, 77, COPIES._replace(direction="pull"), schedule="ring-all-gather"),
@@ -371,6 +375,10 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
     "ring-copies": (
         "the same by copy engines, ragged, sums in fp32",
         OperatorVariant("", 33, 131, 77, COPIES, has_bias=True, reduce_dtype=FP32, schedule="ring-reduce-scatter"),
+    ),
+    "direct-copies": (
+        "a direct schedule's copies, of whole tiles",
+        OperatorVariant("", 64, 192, 128, COPIES, schedule="direct-reduce-scatter"),
     ),
     "halving": (
         "recursive halving's schedule, ragged, sums in fp32",
@@ -520,8 +528,10 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
         return DEFAULT
     if call.schedule is not None:
         by_copies = call.plan.transfer == "copies"
-        sums = (ADDED,) * (not call.is_gather)
-        return (BEGIN, "tiles.signals.wait_for_channel", JOINT_COPIED, *sums) if by_copies else (BEGIN, JOINT)
+        if not by_copies:
+            return (BEGIN, JOINT)
+        waits = () if call.schedule == "direct-all-gather" else ("tiles.signals.wait_for_channel",)
+        return (BEGIN, *waits, JOINT_COPIED, *(() if call.is_gather else (ADDED,)))
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
             return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)
