@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab joint-schedules`: operators by joint schedules beside today's default, measured and simulated.
 
-A row is a shape: the product alone, the operator by default, and by each algorithm that a tuner tries, timed in turn;
-and each algorithm simulated, on the links of a cluster file and with the speed that the product alone had in this run.
-`--variants` adds TileLink's ablations (section 5) and Flux's figure 8: the direct algorithm by the other resource
-(copy engines pushing or pulling, 20 programs), or with tiles in the order of rows on all ranks in place of the order
-in which chunks arrive or are needed, which on a direct algorithm is Flux's shift; a ring by 20 programs (TileLink,
-figure 4); and the operator's own exchanges: copy engines, the same with tiles in the order of rows, programs. The last
+A row is a shape: the product alone, by the library and by the kernel that operators have (a gather of one rank), the
+operator by default, and by each algorithm that a tuner tries, timed in turn; and each algorithm simulated, on the links
+of a cluster file and with the speed that the kernel alone had in this run. `--variants` adds TileLink's ablations
+(section 5) and Flux's figure 8: the direct algorithm by other resources (copy engines that pull, 16 or 20 programs) and
+in other pieces, or with tiles in the order of rows on all ranks in place of the order in which chunks arrive or are
+needed, which on a direct algorithm is Flux's shift; a ring by 20 programs (TileLink, figure 4); and the operator's own
+exchanges: copy engines, the same with tiles in the order of rows, programs. The last
 lines say the simulation's median error, how often what it picks is the fastest or within 2% of it (of 2 ranks all
 algorithms move the same rows), and at how many shapes the fastest is within 2% of the default. 3 operators at 4 sizes
 take 90 s on 4 GPUs.
@@ -20,6 +21,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lab.cases import Case, measure_cases, predict_cases
 from lab.harness import Bench, Measured, column
@@ -31,21 +33,24 @@ from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.collectives.joint.schedule import is_gather
 from stretto.memory.gpus import count_processors
-from stretto.ops.config import KernelConfig
-from stretto.ops.joint.kernel import find_joint
+from stretto.ops import all_gather_matmul
+from stretto.ops.config import GemmProblem, KernelConfig, Machine, default_blocks
+from stretto.ops.joint.launch import count_piece_rows, find_joint
 from stretto.ops.joint.registry import CANDIDATES, name_schedule
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 from stretto.simulator.network import of_cluster
-from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
+from stretto.simulator.schedules.joint import LATENCY, ProductCosts, simulate_joint
 
 KINDS = ("gather", "scatter", "reduce")
 SHORT = ("direct", "ring", "recursive")
 """The order of `CANDIDATES`."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("direct", {"is_shifted": False}),
-    "copies": ("direct", {"transfer": "copies"}),
+    "pieces": ("direct", {"piece_bytes": 2 << 20}),
+    "whole": ("direct", {"piece_bytes": 1 << 30}),
     "pulled": ("direct", {"transfer": "copies", "direction": "pull"}),
+    "movers": ("direct", {"transfer": "programs"}),
     "programs": ("direct", {"transfer": "programs", "movers": 20}),
     "ring_programs": ("ring", {"transfer": "programs", "movers": 20}),
     "own": ("", {}),
@@ -85,13 +90,16 @@ class Row:
     operator: str = column("operator")
     m: int = column("m")
     gemm: float | None = column("product alone (ms)", "{:.4f}")
+    kernel: float | None = column("by our kernel (ms)", "{:.4f}")
     default: float | None = column("by default (ms)", "{:.4f}")
     direct: float | None = column("direct (ms)", "{:.4f}")
     ring: float | None = column("ring (ms)", "{:.4f}")
     recursive: float | None = column("recursive (ms)", "{:.4f}")
     plain: float | None = column("direct, tiles by rows (ms)", "{:.4f}")
-    copies: float | None = column("direct, copy engines (ms)", "{:.4f}")
+    pieces: float | None = column("direct, pieces of 2 MB (ms)", "{:.4f}")
+    whole: float | None = column("direct, whole chunks (ms)", "{:.4f}")
     pulled: float | None = column("direct, pulled (ms)", "{:.4f}")
+    movers: float | None = column("direct, 16 programs (ms)", "{:.4f}")
     programs: float | None = column("direct, 20 programs (ms)", "{:.4f}")
     ring_programs: float | None = column("ring, 20 programs (ms)", "{:.4f}")
     own: float | None = column("own, copy engines (ms)", "{:.4f}")
@@ -101,8 +109,10 @@ class Row:
     ring_simulated: float | None = column("ring", "{:.4f}")
     recursive_simulated: float | None = column("recursive", "{:.4f}")
     plain_simulated: float | None = column("tiles by rows", "{:.4f}")
-    copies_simulated: float | None = column("copy engines", "{:.4f}")
+    pieces_simulated: float | None = column("pieces of 2 MB", "{:.4f}")
+    whole_simulated: float | None = column("whole chunks", "{:.4f}")
     pulled_simulated: float | None = column("pulled", "{:.4f}")
+    movers_simulated: float | None = column("16 programs", "{:.4f}")
     programs_simulated: float | None = column("20 programs", "{:.4f}")
     ring_programs_simulated: float | None = column("ring, 20 programs", "{:.4f}")
     to_default: float | None = column("fastest schedule / default", "{:.3f}")
@@ -126,6 +136,14 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
     m, n, k = local_shape(operator, setting.case, m, world) if device.type == "cuda" else (4 * world, 16, 16)
     operands = RotatingOperands.make(name, m, n, k, None, torch.bfloat16, device)
     whole = torch.randn(m, k, device=device).to(torch.bfloat16)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    processors = count_processors(device.index) if device.type == "cuda" else 0
+    problem = GemmProblem(name, m, n, k, torch.bfloat16, False, world)
+    plan = KernelConfig(blocks=default_blocks(problem, Machine(processors, True, True)))
+
+    def multiply() -> Tensor:
+        return all_gather_matmul(whole, operands.next_weight(), alone, implementation=plan)
+
     runs: Runs = {"gemm": lambda: torch.mm(whole, operands.next_weight().t()), "default": operands.call}
     configs: dict[str, KernelConfig] = {}
     failed = []
@@ -135,13 +153,20 @@ def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -
             configs[key], runs[key] = config, partial(operands.call, config)
         except FAILURES as error:
             failed.append(f"{key}: {in_one_line(error)[:80]}")
+    try:
+        multiply()
+        runs["kernel"] = multiply
+    except FAILURES as error:
+        failed.append(f"kernel: {in_one_line(error)[:80]}")
     timed = time_interleaved(runs, 64 << 20, is_graph=True, effort=TimingEffort(rounds=5, replays=2), rests=False)
     row: Case = {one: found.seconds * 1e3 for one, found in timed.items()}
-    cluster, speed = Cluster.find(setting.cluster), 2.0 * m * n * k / timed["gemm"].seconds
+    cluster, speed = (
+        Cluster.find(setting.cluster),
+        2.0 * m * n * k / timed["kernel" if "kernel" in timed else "gemm"].seconds,
+    )
     memory = cluster.gpu.measured_memory_bandwidth or cluster.gpu.memory_bandwidth
     assert memory is not None
-    processors = count_processors(device.index) if device.type == "cuda" else 0
-    costs = ProductCosts(speed, memory, n, k)
+    costs = ProductCosts(speed, memory, n, k, latency=LATENCY)
     joints = {key: config for key, config in configs.items() if config.schedule}
     row |= {
         f"{key}_simulated": _simulate(name, one, world, m, cluster, costs, processors) for key, one in joints.items()
@@ -161,9 +186,7 @@ def list_configs(setting: JointSchedulesSetting, operator: str, ranks: int) -> d
     for key, (short, changes) in (ways | (VARIANTS if setting.variants else {})).items():
         config = KernelConfig()
         if short:
-            transfer = "copies" if is_gather(operator) else "programs"
-            schedule = name_schedule(operator, algorithms[short], "kernel", ranks)
-            config = KernelConfig(transfer=transfer, schedule=schedule)
+            config = KernelConfig(schedule=name_schedule(operator, algorithms[short], "kernel", ranks))
         config = config._replace(**changes)
         if config not in configs.values() and (config.direction == "push" or is_gather(operator)):
             configs[key] = config
@@ -174,9 +197,14 @@ def _simulate(
     operator: str, config: KernelConfig, ranks: int, m: int, cluster: Cluster, costs: ProductCosts, processors: int
 ) -> float:
     """Milliseconds of a call; m: rows of the whole. processors: of a GPU; programs that move rows take some of them."""
-    rows = m // ranks if is_gather(operator) else m
-    order = {"pulls": config.direction == "pull", "is_shifted": config.is_shifted}
-    joint = find_joint(operator, config.schedule, ranks, rows, _TILE_ROWS, **order)
+    gathers = is_gather(operator)
+    width, rows = (costs.depth, m // ranks) if gathers else (costs.columns, m)
+    by_copies = config.transfer == "copies"
+    joint = find_joint(
+        operator, config.schedule, ranks, rows, _TILE_ROWS, pulls=config.direction == "pull",
+        is_shifted=config.is_shifted, piece_rows=count_piece_rows(config, width * costs.itemsize) * by_copies,
+        reads_own=gathers and by_copies and config.direction == "push" and config.is_shifted,
+    )  # fmt: skip
     movers = config.movers / processors if processors and config.transfer == "programs" else 0.0
     return simulate_joint(joint, of_cluster(cluster, ranks), replace(costs, movers=movers)).seconds * 1e3
 

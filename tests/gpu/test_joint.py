@@ -91,7 +91,7 @@ def _count_wrong(operator: str, schedules: tuple[str, ...], seed: int | None) ->
                 torch.cuda._sleep(int(torch.randint(0, 2_000_000, (), generator=generator)))
                 transfer = "programs" if turn % 2 else "copies"
                 direction = "pull" if turn % 4 == 2 and operator == "all_gather_matmul" else "push"
-                how = ops.KernelConfig(transfer=transfer, direction=direction)
+                how = ops.KernelConfig(transfer=transfer, direction=direction, piece_bytes=1 << 15)
                 out = getattr(ops, operator)(x, weight, schedule=schedule, implementation=how)
                 wrong += not torch.equal(out, wanted)
     return wrong

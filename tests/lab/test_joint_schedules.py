@@ -30,5 +30,5 @@ def test_the_last_lines_say_the_error_and_what_was_picked():
 def test_predictions_say_what_an_order_and_programs_cost(tmp_path):
     setting = JointSchedulesSetting(ms=(8192,), ranks=4, variants=True, predicts=True)
     for row in BENCH(setting, tmp_path)["rows"]:
-        assert row["gemm"] < row["direct_simulated"] < row["plain_simulated"]
+        assert row["gemm"] < row["direct_simulated"] * 1.001 < row["plain_simulated"]
         assert row["direct_simulated"] < row["programs_simulated"]

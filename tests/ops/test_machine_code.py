@@ -278,6 +278,20 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     assert all("fence.proxy.async;" in lines[zero - 3 : zero] and follows_acquire(lines, zero) for zero in zeros)
 
 
+def find_depths(ttgir):
+    """In how many loops each product stands: one, if its loop is flattened."""
+    loops, depths = [], []
+    for line in ttgir.splitlines():
+        indent = len(line) - len(line.lstrip())
+        while loops and indent <= loops[-1] and line.strip():
+            loops.pop()
+        if "warp_group_dot " in line:
+            depths.append(len(loops))
+        if "scf.for" in line:
+            loops.append(indent)
+    return depths
+
+
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
@@ -293,16 +307,7 @@ def test_loops_over_whole_tiles_are_flattened_and_pipelined(name, blocks):
     kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     forms = compile_kernel(kernel, arguments, options, "sm_90")
-    loops, depths = [], []
-    for line in forms["ttgir"].splitlines():
-        indent = len(line) - len(line.lstrip())
-        while loops and indent <= loops[-1] and line.strip():
-            loops.pop()
-        if "warp_group_dot " in line:
-            depths.append(len(loops))
-        if "scf.for" in line:
-            loops.append(indent)
-    assert depths == [1] * LOOPS[name]
+    assert find_depths(forms["ttgir"]) == [1] * LOOPS[name]
     loads = tma_loads(to_ptx(name, blocks=blocks))
     assert len(loads) == 2 * blocks.num_stages * LOOPS[name]
     assert sum(guarded for _, guarded, _ in loads) == (blocks.num_stages if name == "gather" else 0)

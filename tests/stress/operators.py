@@ -25,6 +25,7 @@ SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
 JOINT = "ops.joint.kernel.joint_gemm"
+JOINT_COPIED = "ops.joint.kernel.joint_gemm_by_copies"
 ADDED = "ops.joint.kernel.add_rows"
 
 _DENSITIES = (0.5, 0.25, 0.1, 0.03)  # fraction of nonzero operands: uses the first with which no sum is rounded
@@ -328,6 +329,10 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
         "the same by copy engines",
         OperatorVariant("", 50, 192, 128, COPIES, has_bias=True, schedule="ring-all-gather"),
     ),
+    "direct-copies": (
+        "a direct schedule's copies; polls in a flattened loop",
+        OperatorVariant("", 64, 192, 128, COPIES, schedule="direct-all-gather"),
+    ),
     "ring-pulled": (
         "copy engines pull them, ragged",
         OperatorVariant("", 50, 131, 77, COPIES._replace(direction="pull"), schedule="ring-all-gather"),
@@ -370,6 +375,10 @@ _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
     "ring-copies": (
         "the same by copy engines, ragged, sums in fp32",
         OperatorVariant("", 33, 131, 77, COPIES, has_bias=True, reduce_dtype=FP32, schedule="ring-reduce-scatter"),
+    ),
+    "direct-copies": (
+        "a direct schedule's copies, of whole tiles",
+        OperatorVariant("", 64, 192, 128, COPIES, schedule="direct-reduce-scatter"),
     ),
     "halving": (
         "recursive halving's schedule, ragged, sums in fp32",
@@ -519,8 +528,10 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
         return DEFAULT
     if call.schedule is not None:
         by_copies = call.plan.transfer == "copies"
-        waits, sums = ("tiles.signals.wait_for_channel",) * by_copies, (ADDED,) * (by_copies and not call.is_gather)
-        return (BEGIN, *waits, JOINT, *sums)
+        if not by_copies:
+            return (BEGIN, JOINT)
+        waits = () if call.schedule == "direct-all-gather" else ("tiles.signals.wait_for_channel",)
+        return (BEGIN, *waits, JOINT_COPIED, *(() if call.is_gather else (ADDED,)))
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
             return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)

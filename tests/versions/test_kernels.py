@@ -25,7 +25,6 @@ from stretto import tiles
 from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary, symmetric
 from stretto.ops.embedding import backward_kernel, forward_kernel, move_rows
 from stretto.ops.gemm import describe_gemm
-from stretto.ops.joint.kernel import add_rows
 from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
     activation,
@@ -290,7 +289,12 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         joint.joint_arguments(operators.NARROW, is_gather=False, puts=joint.make_puts()),
         {"num_warps": operators.NARROW.num_warps, "num_stages": operators.NARROW.num_stages},
     ),
-    "ops.joint.kernel.add_rows": lambda: Launch(add_rows, joint.sum_arguments(operators.NARROW), {"num_warps": 4}),
+    "ops.joint.kernel.joint_gemm_by_copies": lambda: Launch(
+        joint.joint_gemm_by_copies,
+        joint.copied_arguments(operators.WIDE, is_gather=True),
+        {"num_warps": operators.WIDE.num_warps, "num_stages": operators.WIDE.num_stages},
+    ),
+    "ops.joint.kernel.add_rows": lambda: Launch(joint.add_rows, joint.sum_arguments(), {"num_warps": 4}),
     "ops.joint.routed.move_rows": lambda: Launch(
         routed.move_rows, routed.move_arguments(puts=joint.make_puts()), {"num_warps": 16}
     ),

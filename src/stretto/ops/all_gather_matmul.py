@@ -45,7 +45,7 @@ from stretto.ops.gemm import (
     store_tile,
     tile_width,
 )
-from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
     PEER_TILES,
@@ -265,8 +265,8 @@ def _compute(
     out = x.new_empty(rows * world, n) if out is None else out
     returned = x.new_empty(rows * world, k) if returns_gathered else None
     if config.schedule:
-        landed = launch_joint("all_gather_matmul", config, GroupProduct(x, weight, bias, out, group), x.dtype)
-        return out, x if returned is None else returned.copy_(landed)
+        launch_joint("all_gather_matmul", config, GroupProduct(x, weight, bias, out, group), x.dtype, returned)
+        return out, x if returned is None else returned
     launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
     return out, x if returned is None else returned
 

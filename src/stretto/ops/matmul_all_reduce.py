@@ -13,7 +13,7 @@ from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.invariant.matmul import multiply_all_reduce, require_plain
-from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.operator import (

@@ -43,7 +43,7 @@ from stretto.ops.gemm import (
     store_tile,
 )
 from stretto.ops.invariant.matmul import multiply_reduce_scatter, require_plain
-from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.matmul_reduce_scatter_copies import (
     can_copy,

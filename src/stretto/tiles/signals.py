@@ -115,13 +115,14 @@ def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
 
     Without a barrier, a loop over tiles that contains this can be flattened, and then waits for the next tile while it
     multiplies this one. It is for calls that `begin` began, tiles whose rows are one rank's, and channels that each
-    rank signals in order: it reads the tile's last channel only. Each thread polls for itself (acquire at system scope,
-    then the fence for TMA). After the time limit it gives up, and so do all polls of the call: `finish_polls` reports.
+    rank signals in order: it reads a static mapping's last channel of the tile, and a dynamic one's first. Each thread
+    polls for itself (acquire at system scope, then the fence for TMA). After the time limit it gives up, and so do all
+    polls of the call: `finish_polls` reports.
     """
     if INTERPRETED:
         ready = consumer_tile_wait(channel, mapping, tile, before_tma=True)
     else:
-        pointer, target, _ = _last_of_tile(channel, mapping, tile)
+        pointer, target, _, _ = _last_of_tile(channel, mapping, tile)
         limit = load_limit(channel)
         ready = poll_before_tma(pointer, target, channel.state + LATE, tile + 1, limit)
     return ready * _ALIGNED
@@ -132,19 +133,24 @@ def finish_polls(channel, mapping):  # type: ignore[no-untyped-def]
     """After the last `consumer_tile_poll`: report one that has given up, even if its signal has arrived since."""
     late = tl.atomic_add(channel.state + LATE, 0, sem="relaxed", scope="gpu")
     if late != 0:
-        pointer, target, index = _last_of_tile(channel, mapping, late - 1)
+        pointer, target, index, peer = _last_of_tile(channel, mapping, late - 1)
         seen = tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
-        report_timeout(channel, OF_CONSUMER, late - 1, index, index // mapping.channels, seen, target)
+        report_timeout(channel, OF_CONSUMER, late - 1, index, peer, seen, target)
 
 
 @triton.jit
 def _last_of_tile(channel, mapping, tile):  # type: ignore[no-untyped-def]
-    """Return (counter's pointer, its target, channel) of the last channel of a tile whose rows are one rank's."""
-    tl.static_assert(mapping.is_static, "polls are for static mappings")
+    """Return (counter's pointer, its target, channel, rank that signals) of the last channel of a tile of one rank."""
     tl.static_assert(not channel.begun_in_kernel, "polls are for calls that began by begin")
-    _, last = tile_channels(mapping, tile)
-    counter = (last - 1) // mapping.channels * channel.capacity + last - 1
-    return channel.signals + counter, tl.load(channel.state + HEADER + counter), last - 1
+    first, last = tile_channels(mapping, tile)
+    if mapping.is_static:
+        index = last - 1
+        peer = index // mapping.channels
+    else:
+        index = first
+        peer = tile_rank(mapping, tile)
+    counter = peer * channel.capacity + index
+    return channel.signals + counter, tl.load(channel.state + HEADER + counter), index, peer
 
 
 @triton.jit

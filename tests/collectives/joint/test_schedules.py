@@ -9,6 +9,7 @@ from tests.collectives.joint.random_algorithms import COLLECTIVES, random_schedu
 
 from stretto.collectives import AllReduce, verify
 from stretto.collectives.algorithms import find
+from stretto.collectives.joint.rewrite import cross_nodes, keep_needed, pull
 from stretto.collectives.joint.schedule import (
     INPUT,
     LANDED,
@@ -18,10 +19,7 @@ from stretto.collectives.joint.schedule import (
     Move,
     Rows,
     Source,
-    cross_nodes,
     join,
-    keep_needed,
-    pull,
     require_collective,
 )
 from stretto.collectives.joint.verifier import verify_joint

@@ -6,12 +6,23 @@ import re
 import pytest
 import torch
 import triton.language as tl
-from tests.ops.test_machine_code import NARROW, WIDE, tma_loads
-from tests.tiles.machine_code import ACQUIRE, RELEASE, WORLD, compile_to_ptx, find, find_spills, make_channel
+from tests.ops.test_machine_code import NARROW, WIDE, find_depths, tma_loads
+from tests.tiles.machine_code import (
+    ACQUIRE,
+    RELEASE,
+    WORLD,
+    compile_to_ptx,
+    count_registers,
+    find,
+    find_spills,
+    make_channel,
+)
 
 from stretto import tiles
-from stretto.ops.gemm import describe_gemm
-from stretto.ops.joint.kernel import MovedRows, MoveTables, joint_gemm
+from stretto.ops.gemm import describe_gemm, describe_matrix, describe_rows
+from stretto.ops.joint.kernel import CopiedTiles, MovedRows, MoveTables, add_rows, joint_gemm, joint_gemm_by_copies
+from stretto.ops.matmul_reduce_scatter_copies import count_store_parts
+from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 from stretto.tiles.puts import Puts
 
 M, N, K = 4096, 2048, 1024
@@ -24,17 +35,65 @@ def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K, puts=None):
     landed, x = torch.empty(M, width, dtype=dtype), torch.empty(M // WORLD if is_gather else M, k, dtype=dtype)
     inputs = x if is_gather else torch.empty(M, N, dtype=dtype)
     gemm, a, b, _ = describe_gemm(landed if is_gather else x, torch.empty(N, k, dtype=dtype), None, blocks)
-    tables = MoveTables(*[table] * 4, 12, 6, 32, 16, width, 0, M, tl.constexpr(is_gather), tl.constexpr(True))
+    tables = MoveTables(*[table] * 4, 12, 6, 32, 16, width, 0, M, tl.constexpr(is_gather))
     out = torch.empty(M if is_gather else M // WORLD, N, dtype=dtype)
     channel = make_channel("p2p")
     moved, bias = MovedRows(inputs, landed, out), torch.empty(N, dtype=dtype)
     return channel, puts, mapping, mapping, mapping, tables, gemm, a, b, moved, bias
 
 
-def sum_arguments(blocks):
+def copied_arguments(blocks, is_gather, is_whole=True, dtype=torch.bfloat16):
+    """The arguments of `joint_gemm_by_copies`. is_whole: TMA stores tiles, and so loops are flattened."""
+    channel, _, mapping, _, _, _, gemm, a, b, (_, _, out), bias = joint_arguments(blocks, is_gather, dtype)
+    stored = out if is_gather else torch.empty(M, N, dtype=dtype)
+    own = describe_rows(torch.empty(M // WORLD, K, dtype=dtype), gemm) if is_gather else None
+    counters, threads = torch.zeros(64, dtype=torch.int32), 32 * blocks.num_warps
+    if is_whole:
+        parts = count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
+        gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
+        stored = describe_matrix(stored, (blocks.m, blocks.n // parts))
+    constants = tl.constexpr(is_gather), tl.constexpr(is_whole)
+    order = CopiedTiles(32, 8 if is_gather else 0, M // WORLD, 0, M, counters, threads, *constants)
+    return channel, mapping, order, gemm, own, a, b, stored, bias
+
+
+def sum_arguments(sources=3, totals=(torch.bfloat16, torch.bfloat16)):
     """The arguments of `add_rows`."""
-    _, _, _, sources, destinations, tables, _, _, _, (inputs, landed, out), _ = joint_arguments(blocks, is_gather=False)
-    return sources, destinations, tables, inputs, landed, torch.empty_like(inputs), out, 3, 1
+    size = 64 * N
+    return (
+        (torch.empty(size, dtype=torch.bfloat16),) * sources,
+        tuple(torch.empty(size, dtype=one) for one in totals),
+        size,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("blocks", [WIDE, NARROW])
+@pytest.mark.parametrize("is_gather", [True, False])
+def test_loops_beside_copy_engines_are_flattened_pipelined_and_wait_before_loads_alone(is_gather, blocks, tmp_path):
+    options, arguments = (
+        {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages},
+        copied_arguments(blocks, is_gather),
+    )
+    lines = compile_to_ptx(joint_gemm_by_copies, arguments, **options)
+    loops = 2 if is_gather else 1  # own rows, and those that come
+    assert find_depths(compile_kernel(joint_gemm_by_copies, arguments, options, "sm_90")["ttgir"]) == [1] * loops
+    guarded = [is_guarded for _, is_guarded, _ in tma_loads(lines)]
+    assert len(guarded) == 2 * blocks.num_stages * loops
+    assert sum(guarded) == (blocks.num_stages if is_gather else 0)
+    assert find_spills(lines, tmp_path) == 0
+    assert count_shared_bytes(joint_gemm_by_copies, arguments, options, "sm_90") <= (227 << 10) // (
+        8 // blocks.num_warps
+    )
+    beside = 32 * 4 * count_registers(compile_to_ptx(add_rows, sum_arguments(), num_warps=4), tmp_path)
+    assert count_registers(lines, tmp_path) * 256 + beside <= 65536  # so that sums run beside a product
+
+
+def test_sums_are_loaded_and_stored_16_bytes_at_a_time():
+    lines = compile_to_ptx(add_rows, sum_arguments(), num_warps=4)
+    for words in (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"):
+        find(lines, words)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from stretto.collectives import read_schedule, write_schedule
 from stretto.collectives.algorithms import find
 from stretto.ops import operator as operator_module
 from stretto.ops.config import decode
-from stretto.ops.joint import kernel
+from stretto.ops.joint import launch
 from stretto.ops.joint.registry import encode_schedule, name_schedule
 
 OPERATORS = {
@@ -46,7 +46,7 @@ def multiply(operator, schedule, shape, dtype, by_columns, has_bias):
         dist.broadcast(bias, 0)
     transfer = "copies" if dtype == torch.float32 else "programs"  # of gathered rows
     blocks, shifts = BLOCKS._replace(m=16), rows % 2 == 0
-    how = ops.KernelConfig(blocks=blocks, transfer=transfer, movers=1 + world % 2, is_shifted=shifts)
+    how = ops.KernelConfig(blocks=blocks, transfer=transfer, movers=1 + world % 2, piece_bytes=1024, is_shifted=shifts)
     run, before = getattr(ops, operator), ops.counts().get((operator, "kernel"), 0)
     weight = lie(weights[rank], by_columns)
     out, again = (run(inputs[rank], weight, bias=bias, implementation=how, schedule=schedule) for _ in range(2))
@@ -78,7 +78,7 @@ def test_products_with_a_schedule_are_right(interpret, operator, schedule, case)
 
 def test_tiles_that_are_not_shifted_are_in_the_order_of_rows():
     ring = name_schedule("matmul_reduce_scatter", "ring-reduce-scatter", "kernel", 3)
-    joint = kernel.find_joint("matmul_reduce_scatter", ring, 3, 48, 16, is_shifted=False)
+    joint = launch.find_joint("matmul_reduce_scatter", ring, 3, 48, 16, is_shifted=False)
     assert [[tile.start for tile in plan.tiles] for plan in joint.ranks] == [[0, 16, 32]] * 3
 
 
@@ -206,7 +206,7 @@ def refuse_configurations():
     note(ops.matmul_all_reduce, x, weight, implementation=how._replace(schedule="nonsense"))
     note(ops.all_gather_scaled_matmul, x.to(fp8), weight.to(fp8), *scales, implementation=how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "_MOST_MOVED", 12)
+        patch.setattr(launch, "_MOST_MOVED", 12)
         note(ops.matmul_all_reduce, x, weight, schedule="ring-all-reduce")
     ops.matmul_all_reduce(x, weight, schedule="ring-all-reduce")
     return found
@@ -226,8 +226,8 @@ def multiply_again():
     """How many tables calls of one kind keep, whose joint schedule was forgotten, as that of many sizes is."""
     x, weight, counts = torch.ones(4, 16), torch.ones(8, 16), []
     for _ in range(2):
-        kernel.find_joint.cache_clear()
-        kernel.join.cache_clear()
+        launch.find_joint.cache_clear()
+        launch.join.cache_clear()
         ops.all_gather_matmul(x, weight, schedule="ring-all-gather")
         counts.append(len(operator_module._find_cache(dist.group.WORLD.group_name).kept))
     return counts

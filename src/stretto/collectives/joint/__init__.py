@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint schedules: a collective's schedule and a GEMM's tiles over the same chunks of rows.
 
-`schedule` derives them (`join`), `verifier` proves them; `stretto.ops.joint` runs them, and `stretto.simulator` says
-how long they should take. `routed` derives the messages of an all-to-all whose sizes only the device knows (`route`),
-and `routed_verifier` proves them for any sizes.
+`schedule` derives them (`join`), `rewrite` has their other forms, and `verifier` proves them; `stretto.ops.joint` runs
+them, and `stretto.simulator` says how long they should take. `routed` derives the messages of an all-to-all whose sizes
+only the device knows (`route`), and `routed_verifier` proves them for any sizes.
 """
 
+from stretto.collectives.joint.rewrite import cross_nodes, cut_chunks, keep_needed, pull, read_own_rows
 from stretto.collectives.joint.routed import RoutedSchedule, route
 from stretto.collectives.joint.routed_verifier import verify_routed
 from stretto.collectives.joint.schedule import (
     JointSchedule,
-    cross_nodes,
     is_gather,
     join,
-    keep_needed,
-    pull,
     require_collective,
     require_operator,
 )
@@ -24,10 +22,12 @@ __all__ = [
     "JointSchedule",
     "RoutedSchedule",
     "cross_nodes",
+    "cut_chunks",
     "is_gather",
     "join",
     "keep_needed",
     "pull",
+    "read_own_rows",
     "require_collective",
     "require_operator",
     "route",

@@ -16,14 +16,15 @@ A message has memory of its own, where nothing else is written in the call, so n
 is gathered lies in its place among the gathered rows, and moves on from there. Element i of a chunk depends on element
 i of others alone: a program does the same elements of all of a rank's moves, in their order.
 
-Between nodes rows are put (`cross_nodes`): the receiver stores them in their place, and gives the move's signal to
-itself. Waits cannot form a cycle: moves of all ranks follow one order, the verified schedule's, level by level.
-`verify_joint` proves it, and that every tile and every move has its data, of the tables that will run.
+`rewrite` has other forms of a joint schedule. Between nodes rows are put (`cross_nodes`): the receiver stores them in
+their place, and gives the move's signal to itself. Waits cannot form a cycle: moves of all ranks follow one order, the
+verified schedule's, level by level. `verify_joint` proves it, and that every tile and every move has its data, of the
+tables that will run.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -95,7 +96,8 @@ class Move(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """Rows of the product, of one chunk. A gather's waits for `sender`'s signal on `channel`; others signal there."""
+    """Rows of the product, of one chunk. A gather's waits for `sender`'s signal on `channel`, or, of x, for NOBODY's;
+    others signal there."""
 
     start: int
     stop: int
@@ -125,7 +127,8 @@ class JointSchedule:
 
     landed_rows: of the area LANDED of each rank; channels: a rank's signals, of which one is of one chunk or message.
     needs: the gathered rows that each rank's tiles read, as ranges in order; None: all. pulls: receivers copy (`pull`).
-    nodes: the number of each rank's node (`cross_nodes`); None: all are on one.
+    nodes: the number of each rank's node (`cross_nodes`); None: all are on one. reads_own: tiles of own rows read x
+    itself, come first, and wait for no one (`read_own_rows`).
     """
 
     name: str
@@ -138,6 +141,7 @@ class JointSchedule:
     needs: tuple[tuple[tuple[int, int], ...], ...] | None = None
     pulls: bool = False
     nodes: tuple[int, ...] | None = None
+    reads_own: bool = False
 
     def list_near(self, rank: int) -> list[int]:
         """The ranks of a rank's node, itself among them."""
@@ -432,14 +436,14 @@ def _lower(lowerings: list[_Lowering], levels: int) -> list[tuple[Move, ...]]:
     return [tuple(lowering.moves) for lowering in lowerings]
 
 
-class _Times(NamedTuple):
+class Times(NamedTuple):
     """When moves begin, by rank, and when each (receiver, sender, channel) signals; in rows that a rank has written."""
 
     begins: list[list[int]]
     signals: dict[tuple[int, int, int], int]
 
 
-def _find_times(plans: list[tuple[Move, ...]]) -> _Times:
+def find_times(plans: list[tuple[Move, ...]]) -> Times:
     """When each move would begin if tiles took no time: a rank writes a row at a time."""
     begins: list[list[int]] = [[] for _ in plans]
     signals: dict[tuple[int, int, int], int] = {}
@@ -458,122 +462,7 @@ def _find_times(plans: list[tuple[Move, ...]]) -> _Times:
                     signals[one.rank, rank, one.channel] = clocks[rank]
                 has_moved = True
     assert all(len(begun) == len(moves) for begun, moves in zip(begins, plans, strict=True))
-    return _Times(begins, signals)
-
-
-def keep_needed(joint: JointSchedule, needs: Sequence[Collection[int]]) -> JointSchedule:
-    """The gather without tiles of chunks that a rank does not need, and without moves on which no needed chunk depends.
-
-    needs: the chunks of each rank, by their channels. What nobody needs behind a rank on a chunk's way does not travel.
-    """
-    moves = {
-        (to.rank, rank, to.channel): (rank, move) for rank, plan in enumerate(joint.ranks) for move in plan.moves
-        for to in move.destinations
-    }  # fmt: skip
-    tiles = [
-        [tile for tile in plan.tiles if tile.channel in needed] for plan, needed in zip(joint.ranks, needs, strict=True)
-    ]
-    asked = [(rank, tile.sender, tile.channel) for rank, of_rank in enumerate(tiles) for tile in of_rank]
-    kept = set(asked)
-    while asked:
-        giver, move = moves[asked.pop()]
-        more = {(giver, one.sender, one.channel) for one in move.sources if one.sender != NOBODY} - kept
-        kept |= more
-        asked += more
-    plans = []
-    for rank, plan in enumerate(joint.ranks):
-        left = (
-            (move, tuple(to for to in move.destinations if (to.rank, rank, to.channel) in kept)) for move in plan.moves
-        )
-        plans.append(tuple(move._replace(destinations=to) for move, to in left if to))
-    arrivals = _find_times(plans).signals
-    for rank, of_rank in enumerate(tiles):
-        of_rank.sort(key=lambda tile: (arrivals.get((rank, tile.sender, tile.channel), 0), tile.start))
-    ranks = tuple(RankPlan(*both) for both in zip(plans, map(tuple, tiles), strict=True))
-    return replace(joint, ranks=ranks, needs=tuple(_join_rows(of_rank) for of_rank in tiles))
-
-
-def _join_rows(tiles: Iterable[RowTile]) -> tuple[tuple[int, int], ...]:
-    """The rows of tiles, as ranges in order that do not touch."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(tile[:2] for tile in tiles):
-        if joined and joined[-1][1] == start:
-            start = joined.pop()[0]
-        joined.append((start, stop))
-    return tuple(joined)
-
-
-def pull(joint: JointSchedule) -> JointSchedule:
-    """The gather whose copies are made by those who receive them, from where their senders have the rows.
-
-    A sender offers rows once they lie among its gathered rows, its own as well, and the receiver, which has waited for
-    that, copies them and signals itself. Offers and copies are in one order of all ranks, the pushed moves' by the time
-    at which these begin: of one move the offer before the copy, and offers of own rows first of all.
-    """
-    if not joint.is_gather:
-        raise ValueError(f"{joint.operator} adds up what comes, so {joint.name} is not pulled: push it")
-    made: list[list[tuple[tuple[int, bool], Move]]] = [[] for _ in joint.ranks]
-    begins = _find_times([plan.moves for plan in joint.ranks]).begins
-    for rank, plan in enumerate(joint.ranks):
-        placed = {
-            move.sources[0].rows: to.rows
-            for move in plan.moves
-            for to in move.destinations
-            if to.rank == rank and move.sources[0].rows.area == INPUT
-        }
-        for begin, move in zip(begins[rank], plan.moves, strict=True):
-            (source,) = move.sources
-            for to in move.destinations:
-                if to.rank == rank:
-                    made[rank].append(((begin, False), move._replace(sources=(_follow(source),), destinations=(to,))))
-                    continue
-                rows, at = source.rows, begin
-                if rows.area == INPUT:
-                    at = 0
-                    if rows not in placed:
-                        start = rank * joint.rows + rows.start
-                        placed[rows] = Rows(LANDED, start, start + rows.stop - rows.start)
-                        made[rank].append(((-1, False), Move((source,), (Destination(rank, placed[rows]),))))
-                    rows = placed[rows]
-                offer = Destination(to.rank, rows._replace(area=NOWHERE), to.channel)
-                made[rank].append(((at, False), Move((Source(rows),), (offer,))))
-                copied = Source(rows, rank, to.channel, rank)
-                made[to.rank].append(((begin, True), Move((copied,), (to,))))
-    plans = []
-    for rank, plan in enumerate(joint.ranks):
-        first = [(place, move) for place, move in made[rank] if move.sources[0].rows.area == INPUT]
-        rest = [(place, move) for place, move in made[rank] if move.sources[0].rows.area != INPUT]
-        rest.sort(key=lambda one: one[0])
-        tiles = tuple(tile._replace(sender=rank) for tile in plan.tiles)
-        plans.append(RankPlan(tuple(move for _, move in (*first, *rest)), tiles))
-    return replace(joint, ranks=tuple(plans), pulls=True)
-
-
-def cross_nodes(joint: JointSchedule, nodes: Sequence[int]) -> JointSchedule:
-    """The schedule on ranks of several nodes: what a move writes at another node is put, and received there.
-
-    nodes: the number of each rank's node. A rank's receives are in one order of all ranks' moves, by the time at which
-    these begin. So the first put that is not received yet always can be, however few slots there are: whoever receives
-    it has received all that comes before it, and its sender has made all moves before it (`verify_joint`).
-    """
-    if joint.pulls:
-        raise ValueError(f"{joint.operator}: {joint.name} is pulled, and between nodes rows are put: push it")
-    coming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in joint.ranks]
-    for rank, begins in enumerate(_find_times([plan.moves for plan in joint.ranks]).begins):
-        for begin, move in zip(begins, joint.ranks[rank].moves, strict=True):
-            for to in move.destinations:
-                if nodes[to.rank] != nodes[rank]:
-                    coming[to.rank].append(((begin, rank), Receive(rank, to.rows, to.channel)))
-    ranks = tuple(
-        plan._replace(receives=tuple(receive for _, receive in sorted(of_rank, key=lambda one: one[0])))
-        for plan, of_rank in zip(joint.ranks, coming, strict=True)
-    )
-    return replace(joint, ranks=ranks, nodes=tuple(nodes))
-
-
-def _follow(source: Source) -> Source:
-    """Rows that an earlier copy of the same rank has brought, for which a later one on its stream need not wait."""
-    return Source(source.rows)
+    return Times(begins, signals)
 
 
 def _order_chunks(plans: list[tuple[Move, ...]], chunks: int, *, is_gather: bool) -> Iterator[list[int]]:
@@ -582,7 +471,7 @@ def _order_chunks(plans: list[tuple[Move, ...]], chunks: int, *, is_gather: bool
     The urgency of a chunk is the time from the beginning of the first move that needs it to the end of all that
     follows: its critical path.
     """
-    times = _find_times(plans)
+    times = find_times(plans)
     if is_gather:
         for rank in range(len(plans)):
             arrival = {channel: at for (receiver, _, channel), at in times.signals.items() if receiver == rank}
@@ -598,7 +487,7 @@ def _order_chunks(plans: list[tuple[Move, ...]], chunks: int, *, is_gather: bool
         yield sorted(range(chunks), key=lambda index: (-urgency.get(index, 0), index))
 
 
-def _find_critical_paths(plans: list[tuple[Move, ...]], times: _Times) -> dict[tuple[int, int], int]:
+def _find_critical_paths(plans: list[tuple[Move, ...]], times: Times) -> dict[tuple[int, int], int]:
     """By (rank, number of a move): the time from its beginning to the end of the last move that depends on it."""
     needs = defaultdict(list)
     for rank, moves in enumerate(plans):

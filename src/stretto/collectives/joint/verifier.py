@@ -152,6 +152,12 @@ def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
         else:
             covered.append([tile.start, tile.stop])
     needed = [(0, joint.product_rows)] if joint.needs is None else joint.needs[rank]
+    own = [tile for tile in tiles if tile.sender == NOBODY]
+    if any(tile.sender == NOBODY for tile in joint.ranks[rank].tiles[len(own) :]):
+        yield f"rank {rank}: tiles of its own rows of x do not come first"
+    for tile in own:
+        if not joint.reads_own or not rank * joint.rows <= tile.start < tile.stop <= (rank + 1) * joint.rows:
+            yield f"rank {rank}: the tile of rows {tile.start} to {tile.stop - 1} waits for no one, and is not of x"
     for one, other in zip_longest(chain(*covered), chain(*needed)):
         if one != other:
             row = min(end for end in (one, other) if end is not None)
@@ -219,6 +225,8 @@ def _find_blind_reads(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
                 if not is_seen:
                     yield f"{_name(rank, number)} reads {_show(source.rows)} before they are there"
         for tile in plan.tiles if joint.is_gather else ():
+            if tile.sender == NOBODY:  # of x
+                continue
             written = writes.find(rank, Rows(LANDED, tile.start, tile.stop))
             giver = givers.get((rank, tile.sender, tile.channel))
             if written is None or giver != (written.rank, written.number):
@@ -288,7 +296,10 @@ def _find_wrong_rows(joint: JointSchedule, writes: _Writes) -> Iterator[str]:
             wanted = _find_wanted(joint, rank, rows)
             if memory[rank, rows] != wanted:
                 yield f"rank {rank}: {_show(rows)} hold {_describe(memory[rank, rows])}, not {_describe(wanted)}"
-        for end, stop in ((0, size),) if joint.needs is None else joint.needs[rank]:
+        needed = ((0, size),) if joint.needs is None else joint.needs[rank]
+        if joint.reads_own:
+            needed = (0, rank * joint.rows), ((rank + 1) * joint.rows, size)
+        for end, stop in needed:
             for rows in here:
                 end = max(end, rows.stop) if rows.start <= end else end
             if end < stop:

@@ -13,14 +13,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stretto import tiles
-from stretto.collectives.joint.schedule import JointSchedule, RowTile, join, keep_needed
+from stretto.collectives.joint.rewrite import keep_needed
+from stretto.collectives.joint.schedule import JointSchedule, RowTile, join
 from stretto.ops.attention.kernels import Part, attend
 from stretto.ops.attention.merge import merge_parts
 from stretto.ops.attention.one_rank import pack, unpack
 from stretto.ops.attention.plan import Mask, Range, list_key_blocks, make_plan
 from stretto.ops.choices import find_agreed
 from stretto.ops.joint.copies import CopiedMoves
-from stretto.ops.joint.kernel import count_signals, find_landing, require_verified
+from stretto.ops.joint.launch import count_signals, find_landing, require_verified
 from stretto.ops.joint.registry import find_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.operator import abandon, count_bytes, find_group, find_known

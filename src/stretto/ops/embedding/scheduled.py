@@ -23,7 +23,7 @@ from stretto.ops.choices import find_agreed
 from stretto.ops.embedding.backward_kernel import begin_push
 from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, limit_channels
 from stretto.ops.embedding.placement import EmbeddingPlacement
-from stretto.ops.joint.kernel import find_node_group, find_put_channel
+from stretto.ops.joint.launch import find_node_group, find_put_channel
 from stretto.ops.joint.registry import name_between_nodes
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.operator import find_group, require_agreement

@@ -8,17 +8,32 @@ GPUs PCIe connects.
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from stretto import tiles
-from stretto.collectives.joint.schedule import INPUT, NOBODY, NOWHERE, Destination, Move
+from stretto.collectives.joint.schedule import INPUT, NOBODY, NOWHERE, OUTPUT, Destination, Move, Rows
+
+
+class Sums(NamedTuple):
+    """How a reduction's sums are formed, in `out` and among landed rows.
+
+    counters, targets: the product's tiles of a channel are stored once its counter reaches its target. has_last: the
+    last move follows the product and the other moves on the current stream. add: launches the sum of its first
+    argument's tensors, to be stored in all of the second one's.
+    """
+
+    out: Tensor
+    counters: Tensor
+    targets: dict[int, int]
+    has_last: bool
+    add: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]
 
 
 class CopiedMoves(NamedTuple):
     """A rank's moves in one call. landed: its own area, which begins `offset` bytes into every rank's buffer.
 
-    inputs: x, or the product. add: for reductions, launches the sum of a move's sources (`add_rows`), which it also
-    stores where this rank keeps it; returns rows for the other ranks.
+    inputs: x, or the product. sums: of reductions.
     """
 
     channel: tiles.BlockChannel
@@ -26,7 +41,7 @@ class CopiedMoves(NamedTuple):
     inputs: Tensor
     landed: Tensor
     offset: int
-    add: Callable[[int], Tensor] | None = None
+    sums: Sums | None = None
 
     def place_own_rows(self) -> None:
         """Copy own rows of x among the gathered ones, on the current stream: before a kernel that fills the GPU.
@@ -44,25 +59,49 @@ class CopiedMoves(NamedTuple):
         is for a copy that comes after it.
         """
         with tiles.copy_engine(self.channel, forks=False):
-            for number, move in enumerate(self.moves):
+            for move in self.moves[: len(self.moves) - self._has_last]:
                 if not self._is_of_own_rows(move):
-                    self._move(number, move)
+                    self._await(move)
+                    self._move(move)
                 elif pushed := [to for to in move.destinations if to.rank != self.channel.rank]:
                     self._copy(move, self.inputs, move.sources[0].rows.start, pushed)
+            if self._has_last:
+                self._await(self.moves[-1])
+            if self.sums is not None and self.sums.targets:
+                tiles.rank_reset_counts(self.sums.counters, len(self.sums.counters))
 
-    def _move(self, number: int, move: Move) -> None:
+    def make_last(self) -> None:
+        """Make a reduction's last move, if it is this rank's alone, on the current stream, which has the product."""
+        if self._has_last:
+            self._move(self.moves[-1])
+
+    @property
+    def _has_last(self) -> bool:
+        return self.sums is not None and self.sums.has_last
+
+    def _await(self, move: Move) -> None:
+        """Make the stream wait for the sources: the product's tiles by count, if any are counted, others by signals."""
         for one in move.sources:
-            if one.sender != NOBODY:
+            if self.sums is not None and one.sender == self.channel.rank:
+                if one.channel in self.sums.targets:
+                    tiles.rank_await_count(self.sums.counters, one.channel, self.sums.targets[one.channel])
+            elif one.sender != NOBODY:
                 tiles.rank_wait(self.channel, one.channel, one.sender)
-        source, kept = move.sources[0], self._keep(move)
-        if self.add is None or not (kept or len(move.sources) > 1):
-            origin = self.inputs if source.rows.area == INPUT else self._find_landed(source.rank)
+
+    def _move(self, move: Move) -> None:
+        kept, (source, *others) = self._keep(move), move.sources
+        origin = self.inputs if source.rows.area == INPUT else self._find_landed(source.rank)
+        if self.sums is None or not (kept or others):
             self._copy(move, origin, source.rows.start, move.destinations)
             return
-        total = self.add(number)
+        rows = slice(0, source.rows.stop - source.rows.start)
+        totals = [self._find_kept(to.rows) for to in kept] or [self.inputs.new_empty(rows.stop, self.inputs.shape[1])]
+        if len(kept) < len(move.destinations) and totals[0].dtype != self.inputs.dtype:  # as sums travel
+            totals.append(torch.empty_like(totals[0], dtype=self.inputs.dtype))
+        self.sums.add(tuple(self._find_kept(one.rows) for one in move.sources), tuple(totals))
         for to in kept:
             self._notify(to)
-        self._copy(move, total, 0, [to for to in move.destinations if to not in kept])
+        self._copy(move, totals[-1], 0, [to for to in move.destinations if to not in kept])
 
     def _copy(self, move: Move, origin: Tensor, start: int, destinations: Iterable[Destination]) -> None:
         rows = move.sources[0].rows
@@ -80,7 +119,13 @@ class CopiedMoves(NamedTuple):
         return [to for to in move.destinations if to.rank == self.channel.rank]
 
     def _is_of_own_rows(self, move: Move) -> bool:
-        return self.add is None and move.sources[0].rows.area == INPUT
+        return self.sums is None and move.sources[0].rows.area == INPUT
+
+    def _find_kept(self, rows: Rows) -> Tensor:
+        """Rows of this rank's memory, of a reduction."""
+        assert self.sums is not None
+        area = {INPUT: self.inputs, OUTPUT: self.sums.out}.get(rows.area, self.landed)
+        return area[rows.start : rows.stop]
 
     def _find_landed(self, rank: int) -> Tensor:
         if rank in (NOBODY, self.channel.rank):

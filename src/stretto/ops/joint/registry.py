@@ -11,7 +11,7 @@ import torch
 
 from stretto.collectives.algorithm import Algorithm
 from stretto.collectives.algorithms import ALGORITHMS, find
-from stretto.collectives.joint.schedule import is_gather, require_collective
+from stretto.collectives.joint.schedule import require_collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier import verify
 from stretto.ops.config import KernelConfig, decode
@@ -54,7 +54,7 @@ def encode_schedule(operator: str, schedule: str | Schedule, how: str, group: st
     """
     name = name_schedule(operator, schedule, how, find_group(group).size())
     if how in ("auto", "kernel"):
-        return KernelConfig(transfer="copies" if is_gather(operator) else "programs", schedule=name).encode()
+        return KernelConfig(schedule=name).encode()
     return decode(how, name).encode()
 
 

@@ -20,7 +20,7 @@ from stretto import tiles
 from stretto.collectives.joint.routed import RoutedSchedule
 from stretto.memory.gpus import NCCL_BLOCKS, count_processors, limit_waiting
 from stretto.ops.choices import find_agreed
-from stretto.ops.joint.kernel import find_node_group, find_put_channel
+from stretto.ops.joint.launch import find_node_group, find_put_channel
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.moe.exchange_kernel import SummedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record

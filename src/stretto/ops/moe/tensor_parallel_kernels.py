@@ -19,7 +19,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.memory.gpus import leave_room_for_copies, limit_waiting
 from stretto.ops.gemm import order_tiles
-from stretto.ops.joint.kernel import find_landing
+from stretto.ops.joint.launch import find_landing
 from stretto.ops.moe.grouped.config import GroupedConfig
 from stretto.ops.moe.grouped.kernels import _describe, _make_tile, multiply
 from stretto.ops.moe.grouped.tile_order import Arrivals, TileOrder, find_tile_order
@@ -81,7 +81,7 @@ def push_tokens(x: Tensor, group: str, kept: Tensor | None = None) -> Arrivals:
     """Have copy engines push x [t, h] to all ranks, which have as many tokens; kept: to which all are copied, too."""
     t, h = x.shape
     ranks_tokens = find_group(group).size() * t
-    block_channel, offset, slot = find_landing(group, x.device, count_bytes(ranks_tokens, h, dtype=x.dtype))
+    block_channel, offset, slot, _ = find_landing(group, x.device, count_bytes(ranks_tokens, h, dtype=x.dtype))
     block_channel.check()
     rank, ranks = block_channel.rank, block_channel.world_size
     parts = min(_PARTS, t)
@@ -146,7 +146,7 @@ def multiply_leaving(
     tokens, choices = routed.positions.shape
     is_transposed = not weight.is_contiguous()
     stored = weight.transpose(1, 2) if is_transposed else weight
-    block_channel, offset, slot = find_landing(group, rows.device, count_bytes(tokens, h, dtype=rows.dtype))
+    block_channel, offset, slot, _ = find_landing(group, rows.device, count_bytes(tokens, h, dtype=rows.dtype))
     block_channel.check()
     rank, ranks = block_channel.rank, block_channel.world_size
     t = tokens // ranks
@@ -312,7 +312,7 @@ def exchange(parts: Tensor, group: str) -> Tensor:
     For what is small: the stream waits until all of it has arrived.
     """
     parts = parts.contiguous()
-    block_channel, offset, slot = find_landing(group, parts.device, parts.nbytes)
+    block_channel, offset, slot, _ = find_landing(group, parts.device, parts.nbytes)
     block_channel.check()
     rank, ranks = block_channel.rank, block_channel.world_size
     mapping = tiles.shard_tiles(1, ranks, 1)

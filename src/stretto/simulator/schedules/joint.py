@@ -14,6 +14,8 @@ from stretto.simulator.schedules.simulate import PACKET_BYTES
 if TYPE_CHECKING:
     from stretto.collectives.joint.schedule import JointSchedule, Move
 
+LATENCY = 5e-6
+"""Seconds of a launch, a wait or a signal: between 3 and 7 on H100 and H200 (docs/decisions/011-copy-engines.md)."""
 _NOBODY, _INPUT = -1, 0  # of `stretto.collectives.joint.schedule`, which imports torch
 
 
@@ -23,7 +25,8 @@ class ProductCosts:
 
     flops: a second, of a product with the whole GPU; memory: bytes a second, of sums; columns, depth: of the product
     (n and k); itemsize: bytes of an element that travels. movers: the part of the GPU whose programs move rows while
-    they do; 0 where copy engines do. ValueError for figures that cannot be.
+    they do; 0 where copy engines do. latency: seconds of a launch, of a wait or of a signal behind a copy. ValueError
+    for figures that cannot be.
     """
 
     flops: float
@@ -32,6 +35,7 @@ class ProductCosts:
     depth: int
     itemsize: int = 2
     movers: float = 0.0
+    latency: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("flops", "memory"):
@@ -40,6 +44,8 @@ class ProductCosts:
         for name in ("columns", "depth", "itemsize"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency = {self.latency}: must be seconds, at least 0")
         if not 0 <= self.movers < 1:
             raise ValueError(f"movers = {self.movers}: must be a part of the GPU, at least 0 and less than 1")
 
@@ -50,7 +56,7 @@ class ProductCosts:
         memory = gpu.measured_memory_bandwidth or gpu.memory_bandwidth
         if flops is None or memory is None:
             raise ValueError(f"the cluster does not say the bf16 FLOP/s and the memory bandwidth of its {gpu.name}")
-        return cls(flops, memory, columns, depth)
+        return cls(flops, memory, columns, depth, latency=LATENCY)
 
 
 class Interval(NamedTuple):
@@ -134,6 +140,9 @@ class _JointGraph:
             self._add_tiles()
 
     def _add_tiles(self) -> None:
+        for rank in range(len(self._joint.ranks)):
+            if self._joint.is_gather:  # its kernel follows the beginning of the call, at which ranks meet
+                self.builder.compute(rank, self._costs.latency, stream="tiles")
         of_row = 2 * self._costs.columns * self._costs.depth / (self._costs.flops * (1 - self._costs.movers))
         for rank, plan in enumerate(self._joint.ranks):
             for tile in plan.tiles:
@@ -159,7 +168,7 @@ class _JointGraph:
             return
         here = [to for to in move.destinations if to.rank == rank]
         if here or len(move.sources) > 1:  # read, and written
-            seconds = size * (len(move.sources) + max(1, len(here))) / self._costs.memory
+            seconds = size * (len(move.sources) + max(1, len(here))) / self._costs.memory + self._costs.latency
             at = self.builder.compute(rank, seconds, stream="moves", after=after)
             self.moves[rank, number].append(at)
             after = [at]
@@ -167,6 +176,8 @@ class _JointGraph:
             if to.rank == rank:
                 self._signals[rank, rank, to.channel] = after
                 continue
+            if self._costs.latency:
+                after = [self.builder.compute(rank, self._costs.latency, stream="moves", after=after)]
             at = self.builder.message(rank, to.rank, size, after=after, stream="moves")
             self.moves[rank, number].append(at)
             self._signals[to.rank, rank, to.channel] = [at]
