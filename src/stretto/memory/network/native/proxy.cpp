@@ -231,6 +231,7 @@ class Proxy {
   void add_fifo(Fifo fifo) {
     std::lock_guard lock(mutex_);
     fifos_.push_back(fifo);
+    if (!fifo.is_polled) posted_ = fifo;
     has_polled_ = has_polled_ || fifo.is_polled;
     kick();
   }
@@ -242,7 +243,27 @@ class Proxy {
     }
     kick();
     std::erase_if(fifos_, [&](const Fifo& fifo) { return fifo.words == words; });
+    if (posted_.words == words) posted_ = {};
     has_polled_ = std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; });
+  }
+
+  // Writes the descriptor of a put with this ticket (descriptors.py) into the host's FIFO, and wakes. Returns what `wake`
+  // does; -1 if the FIFO is full, or a number does not fit its bits.
+  int put(uint64_t ticket, uint64_t peer, uint64_t source_region, uint64_t source, uint64_t region, uint64_t offset,
+          uint64_t size, uint64_t signal) {
+    uint64_t kind = signal == kNoSignal ? 2 : 1;
+    if (kind == 2) signal = 0;
+    if ((peer | signal) >> 20 || (source_region | region) >> 23 || (source | offset | size) >> 40 ||
+        posted_.capacity <= ticket - (posted_.tail ? std::atomic_ref(*posted_.tail).load(std::memory_order_acquire) : 0)) {
+      return -1;
+    }
+    uint64_t* slot = posted_.words + ticket % posted_.capacity * 4;
+    uint64_t phase = ticket / posted_.capacity & 1 ? 0 : kPhase;
+    slot[3] = size | phase;
+    slot[2] = region << 40 | offset | phase;
+    slot[1] = source_region << 40 | source | phase;
+    std::atomic_ref(slot[0]).store(kind << 60 | peer << 40 | signal << 20 | phase, std::memory_order_release);
+    return wake();
   }
 
   // Called after a descriptor was written, and before a kernel that will write some. Sends here what can be sent now; the
@@ -298,6 +319,19 @@ class Proxy {
     --drivers_;
     driven_ = now();
     if (parked_until_ > driven_ + 2 * kHoldSeconds) kick();
+  }
+
+  // Pauses until a counter has reached a target, a peer was lost, or some seconds have passed. Returns whether it has.
+  bool await(uint32_t* counter, uint32_t target, double seconds) {
+    auto has_come = [&] { return int32_t(std::atomic_ref(*counter).load(std::memory_order_acquire) - target) >= 0; };
+    double deadline = 0.0;
+    while (!has_come()) {
+      double time = now();
+      if (deadline == 0.0) deadline = time + seconds;
+      if (time >= deadline || has_failed_) return false;
+      pause(deadline - time);
+    }
+    return true;
   }
 
   std::string failure(int peer) {
@@ -375,7 +409,6 @@ class Proxy {
     }
     if (was_busy) flush_all();
     open_due();
-    close_silent();
     was_busy |= exchange(lock, std::min(seconds, choose_sleep(was_busy ? now() : worked_)), is_thread);
     acknowledge();
     check_limits();
@@ -518,8 +551,8 @@ class Proxy {
   void acknowledge() {
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
-      bool is_due = link.received - link.answered >= kMaxOwed || now() - link.owed_since >= kAckSeconds;
-      if (link.is_up && link.answered < link.received && is_due) {
+      if (link.is_up && link.answered < link.received &&
+          (link.received - link.answered >= kMaxOwed || now() - link.owed_since >= kAckSeconds)) {
         link.answer();
         send(peer, make(kAck, link.received), nullptr);
       }
@@ -541,6 +574,7 @@ class Proxy {
     double time = now();
     if (time - checked_ < kCheckSeconds) return;
     checked_ = time;
+    close_silent();
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
       if (!link.is_far || !link.failure.empty()) continue;
@@ -597,6 +631,7 @@ class Proxy {
   }
 
   void open_due() {
+    if (retries_.empty()) return;
     double time = now();
     for (auto& [peer, retry] : retries_) {
       auto& [due, pause] = retry;
@@ -680,8 +715,10 @@ class Proxy {
   // or has just done so, the thread waits for wake-ups alone.
   bool exchange(std::unique_lock<std::mutex>& lock, double seconds, bool is_thread) {
     sweep();
-    std::vector<pollfd> polled{{is_thread ? wakes_ : nudges_, POLLIN, 0}};
-    std::vector<Connection*> served;
+    static thread_local std::vector<pollfd> polled;
+    static thread_local std::vector<Connection*> served;
+    polled.assign(1, {is_thread ? wakes_ : nudges_, POLLIN, 0});
+    served.clear();
     double since = now() - driven_;
     bool is_parked = is_thread && !is_closing_ && !has_polled_ && (drivers_ > 0 || since < kHoldSeconds);
     if (is_parked) {
@@ -979,6 +1016,7 @@ class Proxy {
   std::map<uint64_t, Region> regions_;
   uint64_t known_ = 0;
   std::vector<Fifo> fifos_;
+  Fifo posted_{};  // of `put`
   std::vector<std::unique_ptr<Connection>> connections_;
   std::map<int, std::pair<std::string, int>> addresses_;
   std::map<int, std::pair<double, double>> retries_;
@@ -1014,6 +1052,13 @@ EXPORT void proxy_add_fifo(void* proxy, uint64_t words, uint64_t capacity, uint6
 }
 EXPORT void proxy_remove_fifo(void* proxy, uint64_t words) {
   static_cast<Proxy*>(proxy)->remove_fifo(reinterpret_cast<uint64_t*>(words));
+}
+EXPORT int proxy_put(void* proxy, uint64_t ticket, uint64_t peer, uint64_t source_region, uint64_t source,
+                     uint64_t region, uint64_t offset, uint64_t size, uint64_t signal) {
+  return static_cast<Proxy*>(proxy)->put(ticket, peer, source_region, source, region, offset, size, signal);
+}
+EXPORT int proxy_await(void* proxy, uint64_t counter, uint32_t target, double seconds) {
+  return static_cast<Proxy*>(proxy)->await(reinterpret_cast<uint32_t*>(counter), target, seconds);
 }
 EXPORT int proxy_wake(void* proxy) { return static_cast<Proxy*>(proxy)->wake(); }
 EXPORT void proxy_pause(void* proxy, double seconds) { static_cast<Proxy*>(proxy)->pause(seconds); }
