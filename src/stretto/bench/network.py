@@ -3,8 +3,8 @@
 
 Both go over loopback, both ways at once. The rates are of whole puts with their signals, with as many in flight as fit
 into 4 MiB, up to four; sockets send from one buffer. Larger sizes are also measured from four slots, and four buffers:
-memory that a CPU's cache does not hold costs both of them a good part of their rate. The latency is half of a round trip
-of 8 bytes. An idle proxy also looks at a FIFO that kernels could write to.
+memory that a CPU's cache does not hold costs both of them a good part of their rate. The latency is half of a round
+trip of 8 bytes. An idle proxy also looks at a FIFO that kernels could write to.
 """
 
 import os
@@ -71,7 +71,10 @@ def _measure_all(setting: NetworkSetting) -> list[dict[str, Any]]:
     for size in setting.sizes:
         count = max(setting.megabytes * 1_000_000 // size, 2 * IN_FLIGHT)
         fitting = min(max(_IN_FLIGHT_BYTES // size, 1), IN_FLIGHT)
-        for what, buffers, in_flight in (("both ways, GB/s", 1, fitting), ("from 4 buffers, GB/s", IN_FLIGHT, IN_FLIGHT)):
+        for what, buffers, in_flight in (
+            ("both ways, GB/s", 1, fitting),
+            ("from 4 buffers, GB/s", IN_FLIGHT, IN_FLIGHT),
+        ):
             if buffers == 1 or fitting < IN_FLIGHT:
                 runs: dict[str, Callable[[], float]] = {"sockets": partial(_send_all, connection, size, count, buffers)}
                 for name in slots:

@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "proxy_pause": (None, (ctypes.c_void_p, ctypes.c_double)),
     "proxy_failure": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
     "proxy_count_calls": (None, (ctypes.c_void_p, ctypes.c_void_p)),
+    "proxy_drop_payloads": (None, (ctypes.c_void_p, ctypes.c_int)),
     "proxy_break_connection": (None, (ctypes.c_void_p, ctypes.c_int)),
     "proxy_close": (None, (ctypes.c_void_p, ctypes.c_double)),
     "proxy_free": (None, (ctypes.c_void_p,)),
@@ -190,6 +191,10 @@ class NativeProxy:
         counts = (ctypes.c_uint64 * len(SystemCalls._fields))()
         self._library.proxy_count_calls(self._require_open(), counts)
         return SystemCalls(*counts)
+
+    def drop_payloads(self, drops: bool) -> None:
+        """Send puts of more than a word without their bytes, or with them again, for a bench of what kernels pay."""
+        self._library.proxy_drop_payloads(self._require_open(), drops)
 
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer, for tests: it is opened again."""
