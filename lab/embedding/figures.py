@@ -6,7 +6,9 @@
     order       (figure 13) slices for other ranks first, and rank 0's first on every rank; how far ranks' times differ
     launches    (4.3) one persistent kernel; one kernel with a program for each slice; such a kernel for each table
 
-`--nodes 2x1` declares the ranks to be several nodes: then a slice is what is pooled before it is put.
+`--nodes 2x1` declares the ranks to be several nodes: then a slice is what is pooled before it is put. Beside it are the
+times in which the proxies drop the slices' bytes and send signals alone, so that kernels alone count, and those of one
+node, whose ranks store (002, figure 12, and what puts cost a kernel).
 
 Figure 10 is `stretto bench embedding`. Figure 9, when each program stores and waits, is not drawn: kernels do not note
 times.
@@ -33,11 +35,12 @@ from stretto.bench.embedding.run import LookupBatch, make_batch
 from stretto.bench.embedding.settings import LookupShape, LookupShapes
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp
+from stretto.memory.network.native import NativeProxy
 from stretto.ops.embedding import output_ring, scheduled
 from stretto.ops.embedding.forward import find_launch_config, look_up_and_send
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.table_set import find_tables
-from stretto.ops.operator import close_workspaces
+from stretto.ops.operator import close_workspaces, list_put_channels
 from stretto.parallel import Grid
 
 STUDIES = ("occupancy", "slice", "order", "launches")
@@ -72,7 +75,7 @@ class Row:
     study: str = column("study")
     what: str = column("launched")
     milliseconds: float = column("slowest rank (ms)", "{:.3f}")
-    relative: float = column("of the default, or of the smallest", "{:.2f}")
+    relative: float = column("of the default, or of stores", "{:.2f}")
     skew: float = column("ranks differ by", "{:.1%}")
 
 
@@ -120,34 +123,46 @@ def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]
 
 
 def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.device) -> list[dict[str, Any]]:
-    """Time look-ups between nodes, whose vectors for a rank are put after every so many samples, in messages of a slot.
+    """Time look-ups between nodes, whose vectors for a rank are put after every so many samples, in messages of a slot;
+    with their bytes and, by the native proxy, without, beside look-ups that store.
 
     A pair of ranks has at least as many slices as signals.
     """
-    found, world, samples = {}, dist.get_world_size(), batch.placement.local_batch
+    found: dict[str, list[float]] = {}
+    world, samples = dist.get_world_size(), batch.placement.local_batch
     least = output_ring.CHANNELS if device.type == "cuda" else 1
-    for size in (size for size in (4, 8, 16, 32, 64) if samples // size >= least):
+    sizes = [size for size in (4, 8, 16, 32, 64) if samples // size >= least]
+    if not sizes:
+        raise ValueError(f"{setting.case} has {samples} samples a rank: {4 * least} would do for slices of 4")
+    for size in (None, *sizes):
         members = dist.new_group()
         run = partial(ops.embedding_all_to_all, batch.indices, batch.offsets, batch.tables, members)
-        with (
-            torch.no_grad(),
-            mock.patch.object(scheduled, "_PARTS", samples // size * world),
-            mock.patch.object(scheduled, "_TILE_ROWS", 4),
-        ):
-            found[size] = _time(run, setting, device)
+        with torch.no_grad():
+            if size is None:
+                with mock.patch.dict(os.environ, STRETTO_NODES=""):
+                    found["stores, one node"] = _time(run, setting, device)
+            else:
+                with (
+                    mock.patch.object(scheduled, "_PARTS", samples // size * world),
+                    mock.patch.object(scheduled, "_TILE_ROWS", 4),
+                ):
+                    found[f"{size} samples"] = _time(run, setting, device)
+                    for channel in list_put_channels(members.group_name):
+                        if isinstance(proxy := channel._endpoint.proxy, NativeProxy):
+                            proxy.drop_payloads(True)
+                            found[f"{size} samples, bytes dropped"] = _time(run, setting, device)
         ops.check_indices(members)
         close_workspaces(members.group_name)
-    if not found:
-        raise ValueError(f"{setting.case} has {samples} samples a rank: {4 * least} would do for slices of 4")
+    stores = max(found["stores, one node"])
     return [
         {
             "study": "slice",
-            "what": f"{size} samples",
+            "what": what,
             "milliseconds": max(seconds) * 1e3,
-            "relative": max(seconds) / max(found[min(found)]),
+            "relative": max(seconds) / stores,
             "skew": max(seconds) / min(seconds) - 1,
         }
-        for size, seconds in found.items()
+        for what, seconds in found.items()
     ]
 
 

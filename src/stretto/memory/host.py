@@ -33,6 +33,7 @@ from stretto.memory.network.endpoint import Endpoint, find_endpoint
 from stretto.memory.symmetric import MASK, Backoff, PeerError, Reach, SymmetricMemory, find_fence, has_reached
 
 _ALIGNMENT = 64
+_SECONDS_UNNOTED = 0.02  # of a wait that watchers do not hear of
 _SECONDS_BEFORE_ASKING = 0.1  # a longer wait checks whether the peer is still alive
 
 
@@ -102,6 +103,7 @@ class HostMemory(SymmetricMemory):
         if endpoint is not None:
             near = {peer: region for peer, region in enumerate(regions) if region is not None and peer != rank}
             self.region = endpoint.add_region(self.whole(), start, signals, near)
+            self._counters = self.whole().data_ptr()
 
     @classmethod
     def allocate(
@@ -256,6 +258,10 @@ class HostMemory(SymmetricMemory):
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:
         """Poll until `peer`'s counter `index` has reached `target`. PeerError on a time-out or if the peer died."""
+        if self._reach[peer] is Reach.PUTS and self.endpoint is not None:
+            counter = self._counters + 4 * (peer * self.signals + index)
+            if self.endpoint.proxy.await_counter(counter, target, _SECONDS_UNNOTED):
+                return
         backoff = self._make_backoff(peer)
         while not self.has_reached(peer, index, target):
             waited = backoff.pause()

@@ -63,8 +63,7 @@ class Pair:
             proxy.add_fifo(self.fifos[rank], False)
 
     def post(self, rank, put):
-        self.fifos[rank].post(put, LIMIT)
-        self.proxies[rank].wake()
+        self.proxies[rank].put(self.fifos[rank], put, LIMIT)
 
     def seen(self, rank, signal):
         """The counter of the other rank's signal at this rank."""
@@ -377,10 +376,10 @@ def read_mutated_descriptors(kind, count):
                 if rng.random() < 0.1:
                     words[rng.randrange(4)] = rng.randrange(PHASE)
                 assert fifo.wait_until_read(LIMIT)
-                at, phase = fifo._posted % fifo.capacity, 0 if fifo._posted // fifo.capacity & 1 else PHASE
+                at, phase = fifo.posted % fifo.capacity, 0 if fifo.posted // fifo.capacity & 1 else PHASE
                 for index in (3, 2, 1, 0):
                     fifo._words[4 * at + index] = words[index] | phase
-                fifo._posted += 1
+                fifo.posted += 1
                 pair.proxies[0].wake()
                 count -= 1
             assert fifo.wait_until_read(LIMIT)

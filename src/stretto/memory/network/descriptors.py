@@ -99,7 +99,7 @@ class Fifo:
     """A FIFO of descriptors in host memory that the proxy reads: both ends of it on the host.
 
     words: int64 [capacity, 4], zeros at first, where capacity is a power of two; tail: int64 [1]. For kernels both are
-    pinned. One thread posts.
+    pinned. One thread posts; posted: the descriptors so far.
     """
 
     def __init__(self, words: Tensor, tail: Tensor) -> None:
@@ -109,7 +109,7 @@ class Fifo:
             raise ValueError(f"a FIFO has a power of two of descriptors, not {self.capacity}")
         self._words = memoryview(words.view(-1).numpy()).cast("B").cast("Q")  # type: ignore[arg-type]
         self._tail = memoryview(tail.numpy()).cast("B").cast("Q")  # type: ignore[arg-type]
-        self._posted = 0
+        self.posted = 0
         self._taken = 0
         self._fence = find_fence()
 
@@ -124,20 +124,20 @@ class Fifo:
     def post(self, put: Put, timeout: float) -> None:
         """Write a put's descriptor, once there is room. TimeoutError if the proxy makes none in `timeout` seconds."""
         words = pack(put)
-        if self._posted - self._tail[0] >= self.capacity:
+        if self.posted - self._tail[0] >= self.capacity:
             self._wait_for_room(timeout)
-        phase = PHASE if not self._posted // self.capacity & 1 else 0
-        at = self._posted % self.capacity * WORDS
+        phase = PHASE if not self.posted // self.capacity & 1 else 0
+        at = self.posted % self.capacity * WORDS
         for index in (3, 2, 1):
             self._words[at + index] = words[index] | phase
         if self._fence is not None:
             self._fence()
         self._words[at] = words[0] | phase
-        self._posted += 1
+        self.posted += 1
 
     def _wait_for_room(self, timeout: float) -> None:
         backoff = Backoff()
-        while self._posted - self._tail[0] >= self.capacity:
+        while self.posted - self._tail[0] >= self.capacity:
             if backoff.pause() > timeout:
                 raise TimeoutError(f"the proxy has read none of {self.capacity} descriptors for {timeout:g} s")
 
@@ -157,7 +157,7 @@ class Fifo:
     def wait_until_read(self, seconds: float) -> bool:
         """Wait until the proxy has read all descriptors that the host has posted; False after so many seconds."""
         deadline, backoff = time.monotonic() + seconds, Backoff()
-        while self._tail[0] < self._posted:
+        while self._tail[0] < self.posted:
             if time.monotonic() > deadline:
                 return False
             backoff.pause()

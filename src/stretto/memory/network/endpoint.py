@@ -116,21 +116,20 @@ class Endpoint:
 
     def put(self, put: Put) -> None:
         """Post a put of any size; its signal comes after all of its bytes. PeerError if the peer is lost."""
-        with self._lock:
-            while put.size > MAX_PUT_BYTES:
-                self._post(put._replace(size=MAX_PUT_BYTES, signal=None))
-                put = put._replace(
-                    source=put.source + MAX_PUT_BYTES, offset=put.offset + MAX_PUT_BYTES, size=put.size - MAX_PUT_BYTES
-                )
-            self._post(put)
-        if self.proxy.wake():
-            self.check(put.peer)
-
-    def _post(self, put: Put) -> None:
         try:
-            self._fifo.post(put, self.timeout)
+            with self._lock:
+                while put.size > MAX_PUT_BYTES:
+                    self.proxy.put(self._fifo, put._replace(size=MAX_PUT_BYTES, signal=None), self.timeout)
+                    put = put._replace(
+                        source=put.source + MAX_PUT_BYTES,
+                        offset=put.offset + MAX_PUT_BYTES,
+                        size=put.size - MAX_PUT_BYTES,
+                    )
+                may_be_lost = self.proxy.put(self._fifo, put, self.timeout)
         except TimeoutError as error:
             raise PeerError(f"rank {self.rank} puts to rank {put.peer}, and {error}") from error
+        if may_be_lost:
+            self.check(put.peer)
 
     def check(self, peer: int) -> None:
         """PeerError if the peer cannot be reached any more; it names both ranks, their nodes and NICs, and why."""

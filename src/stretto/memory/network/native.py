@@ -5,13 +5,16 @@ import ctypes
 import functools
 import os
 import time
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stretto.memory.compilation import note_loaded_kernel
-from stretto.memory.network.descriptors import Fifo
+from stretto.memory.network.descriptors import Fifo, Put
+from stretto.memory.network.frames import NO_SIGNAL
 from stretto.memory.network.transport import PutRegion
+from stretto.memory.symmetric import MASK
 from stretto.native_code import NativeLibrary
 
 _FAILURE_BYTES = 512
@@ -26,10 +29,13 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "proxy_remove_region": (None, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double)),
     "proxy_add_fifo": (None, (ctypes.c_void_p, *[ctypes.c_uint64] * 3, ctypes.c_int)),
     "proxy_remove_fifo": (None, (ctypes.c_void_p, ctypes.c_uint64)),
+    "proxy_put": (ctypes.c_int, (ctypes.c_void_p, *[ctypes.c_uint64] * 8)),
+    "proxy_await": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_double)),
     "proxy_wake": (ctypes.c_int, (ctypes.c_void_p,)),
     "proxy_pause": (None, (ctypes.c_void_p, ctypes.c_double)),
     "proxy_failure": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
     "proxy_count_calls": (None, (ctypes.c_void_p, ctypes.c_void_p)),
+    "proxy_drop_payloads": (None, (ctypes.c_void_p, ctypes.c_int)),
     "proxy_break_connection": (None, (ctypes.c_void_p, ctypes.c_int)),
     "proxy_close": (None, (ctypes.c_void_p, ctypes.c_double)),
     "proxy_free": (None, (ctypes.c_void_p,)),
@@ -72,28 +78,26 @@ class SystemCalls(NamedTuple):
 
 
 class NativeProxy:
-    """The proxy of one rank of a group, as `proxy.Proxy`, with the same arguments and methods."""
+    """The proxy of one rank of a group, as `proxy.Proxy`, with the same arguments and methods.
+
+    _handle: the C++ object; None once it is closed, and in a forked process, which has not the thread.
+    """
 
     LONGEST_PAUSE: float | None = 0.02
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = load_library()
         self._world = world
-        self._process = os.getpid()
         port = ctypes.c_int(0)
-        self._opened: int | None = self._library.proxy_open(
+        self._handle: int | None = self._library.proxy_open(
             rank, world, token, limit, address.encode(), ctypes.byref(port)
         )
         if port.value < 0:
-            self._library.proxy_free(self._opened)
+            self._library.proxy_free(self._handle)
             raise OSError(-port.value, f"{os.strerror(-port.value)}: the proxy listens on {address}")
         self.address = address, port.value
         self._kept: dict[object, object] = {}  # the memory that the thread reads and writes
-
-    @property
-    def _handle(self) -> int | None:
-        """The C++ object; None once it is closed, and in a forked process, which has not the thread."""
-        return self._opened if os.getpid() == self._process else None
+        _open.add(self)
 
     def _require_open(self) -> int:
         if (handle := self._handle) is None:
@@ -141,6 +145,26 @@ class NativeProxy:
             self._library.proxy_remove_fifo(self._handle, fifo.words.data_ptr())
             self._kept.pop(fifo, None)
 
+    def put(self, fifo: Fifo, put: Put, timeout: float) -> bool:
+        """Post a put to the host's FIFO, as `Fifo.post`; send what can be sent. Returns what `wake` does."""
+        peer, source_region, source, region, offset, size, signal, _ = put
+        if (handle := self._handle) is not None:
+            index = NO_SIGNAL if signal is None else signal
+            found = self._library.proxy_put(
+                handle, fifo.posted, peer, source_region, source, region, offset, size, index
+            )
+            if found >= 0:
+                fifo.posted += 1
+                return bool(found)
+        fifo.post(put, timeout)  # it waits for room, and says what is wrong
+        return self.wake()
+
+    def await_counter(self, counter: int, target: int, seconds: float) -> bool:
+        """`pause` until the counter at an address has reached a target; False after so many seconds, or for a lost
+        peer."""
+        handle = self._handle
+        return handle is not None and bool(self._library.proxy_await(handle, counter, target & MASK, seconds))
+
     def wake(self) -> bool:
         """Have the FIFOs looked at now, here or by the thread. Returns whether a peer may be lost: see `failure`."""
         handle = self._handle
@@ -168,14 +192,29 @@ class NativeProxy:
         self._library.proxy_count_calls(self._require_open(), counts)
         return SystemCalls(*counts)
 
+    def drop_payloads(self, drops: bool) -> None:
+        """Send puts of more than a word without their bytes, or with them again, for a bench of what kernels pay."""
+        self._library.proxy_drop_payloads(self._require_open(), drops)
+
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer, for tests: it is opened again."""
         self._library.proxy_break_connection(self._require_open(), peer)
 
     def close(self, seconds: float) -> None:
         """End the thread once all puts have arrived, or after so many seconds; tells the peers."""
-        handle, self._opened = self._handle, None
+        handle, self._handle = self._handle, None
         if handle is not None:
             self._library.proxy_close(handle, seconds)
             self._library.proxy_free(handle)
             self._kept.clear()
+
+
+_open: "weakref.WeakSet[NativeProxy]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for proxy in _open:
+        proxy._handle = None
+
+
+os.register_at_fork(after_in_child=_forget_all)

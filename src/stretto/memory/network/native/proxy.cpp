@@ -231,6 +231,7 @@ class Proxy {
   void add_fifo(Fifo fifo) {
     std::lock_guard lock(mutex_);
     fifos_.push_back(fifo);
+    if (!fifo.is_polled) posted_ = fifo;
     has_polled_ = has_polled_ || fifo.is_polled;
     kick();
   }
@@ -242,7 +243,27 @@ class Proxy {
     }
     kick();
     std::erase_if(fifos_, [&](const Fifo& fifo) { return fifo.words == words; });
+    if (posted_.words == words) posted_ = {};
     has_polled_ = std::any_of(fifos_.begin(), fifos_.end(), [](const Fifo& fifo) { return fifo.is_polled; });
+  }
+
+  // Writes the descriptor of a put with this ticket (descriptors.py) into the host's FIFO, and wakes. Returns what `wake`
+  // does; -1 if the FIFO is full, or a number does not fit its bits.
+  int put(uint64_t ticket, uint64_t peer, uint64_t source_region, uint64_t source, uint64_t region, uint64_t offset,
+          uint64_t size, uint64_t signal) {
+    uint64_t kind = signal == kNoSignal ? 2 : 1;
+    if (kind == 2) signal = 0;
+    if ((peer | signal) >> 20 || (source_region | region) >> 23 || (source | offset | size) >> 40 ||
+        posted_.capacity <= ticket - (posted_.tail ? std::atomic_ref(*posted_.tail).load(std::memory_order_acquire) : 0)) {
+      return -1;
+    }
+    uint64_t* slot = posted_.words + ticket % posted_.capacity * 4;
+    uint64_t phase = ticket / posted_.capacity & 1 ? 0 : kPhase;
+    slot[3] = size | phase;
+    slot[2] = region << 40 | offset | phase;
+    slot[1] = source_region << 40 | source | phase;
+    std::atomic_ref(slot[0]).store(kind << 60 | peer << 40 | signal << 20 | phase, std::memory_order_release);
+    return wake();
   }
 
   // Called after a descriptor was written, and before a kernel that will write some. Sends here what can be sent now; the
@@ -300,6 +321,19 @@ class Proxy {
     if (parked_until_ > driven_ + 2 * kHoldSeconds) kick();
   }
 
+  // Pauses until a counter has reached a target, a peer was lost, or some seconds have passed. Returns whether it has.
+  bool await(uint32_t* counter, uint32_t target, double seconds) {
+    auto has_come = [&] { return int32_t(std::atomic_ref(*counter).load(std::memory_order_acquire) - target) >= 0; };
+    double deadline = 0.0;
+    while (!has_come()) {
+      double time = now();
+      if (deadline == 0.0) deadline = time + seconds;
+      if (time >= deadline || has_failed_) return false;
+      pause(deadline - time);
+    }
+    return true;
+  }
+
   std::string failure(int peer) {
     if (!has_failed_) return "";  // without the mutex, which the thread holds while it sends
     std::lock_guard lock(mutex_);
@@ -310,6 +344,11 @@ class Proxy {
   void count_calls(uint64_t* counts) {
     std::lock_guard lock(mutex_);
     std::copy(std::begin(calls_), std::end(calls_), counts);
+  }
+
+  void drop_payloads(bool drops) {
+    std::lock_guard lock(mutex_);
+    drops_ = drops;
   }
 
   void break_connection(int peer) {
@@ -375,7 +414,6 @@ class Proxy {
     }
     if (was_busy) flush_all();
     open_due();
-    close_silent();
     was_busy |= exchange(lock, std::min(seconds, choose_sleep(was_busy ? now() : worked_)), is_thread);
     acknowledge();
     check_limits();
@@ -463,7 +501,9 @@ class Proxy {
         return "a put of " + std::to_string(size) + " bytes from " + std::to_string(source) + " of region " +
                std::to_string(source_region);
       }
-      payload = found->second.whole + found->second.pad_bytes + source;
+      bool is_dropped = drops_ && size > sizeof(uint64_t);
+      payload = is_dropped ? nullptr : found->second.whole + found->second.pad_bytes + source;
+      if (is_dropped) frame.size = 0;
     }
     Link& link = links_[peer];
     if (!link.failure.empty()) return "";
@@ -518,8 +558,8 @@ class Proxy {
   void acknowledge() {
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
-      bool is_due = link.received - link.answered >= kMaxOwed || now() - link.owed_since >= kAckSeconds;
-      if (link.is_up && link.answered < link.received && is_due) {
+      if (link.is_up && link.answered < link.received &&
+          (link.received - link.answered >= kMaxOwed || now() - link.owed_since >= kAckSeconds)) {
         link.answer();
         send(peer, make(kAck, link.received), nullptr);
       }
@@ -541,6 +581,7 @@ class Proxy {
     double time = now();
     if (time - checked_ < kCheckSeconds) return;
     checked_ = time;
+    close_silent();
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
       if (!link.is_far || !link.failure.empty()) continue;
@@ -597,6 +638,7 @@ class Proxy {
   }
 
   void open_due() {
+    if (retries_.empty()) return;
     double time = now();
     for (auto& [peer, retry] : retries_) {
       auto& [due, pause] = retry;
@@ -680,8 +722,10 @@ class Proxy {
   // or has just done so, the thread waits for wake-ups alone.
   bool exchange(std::unique_lock<std::mutex>& lock, double seconds, bool is_thread) {
     sweep();
-    std::vector<pollfd> polled{{is_thread ? wakes_ : nudges_, POLLIN, 0}};
-    std::vector<Connection*> served;
+    static thread_local std::vector<pollfd> polled;
+    static thread_local std::vector<Connection*> served;
+    polled.assign(1, {is_thread ? wakes_ : nudges_, POLLIN, 0});
+    served.clear();
     double since = now() - driven_;
     bool is_parked = is_thread && !is_closing_ && !has_polled_ && (drivers_ > 0 || since < kHoldSeconds);
     if (is_parked) {
@@ -947,14 +991,21 @@ class Proxy {
     if (forget_received(link, frame.received)) link.since = now();
     if (frame.kind == kBye) fail(frame.source, "it has closed the group");
     if (frame.kind != kPut || frame.number <= link.received) return;
-    link.early[frame.number] = {frame.region, frame.signal};
+    auto receive = [&](const Early& put) {
+      ++link.received;
+      if (link.owed_since == 0.0) link.owed_since = now();
+      auto found = regions_.find(put.region);
+      if (found != regions_.end()) count(found->second.whole, found->second, frame.source, put.signal);
+    };
+    if (frame.number == link.received + 1) {  // as most: over one connection all come in order
+      receive({frame.region, frame.signal});
+    } else {
+      link.early[frame.number] = {frame.region, frame.signal};
+    }
     while (!link.early.empty() && link.early.begin()->first == link.received + 1) {
       Early ready = link.early.begin()->second;
       link.early.erase(link.early.begin());
-      ++link.received;
-      if (link.owed_since == 0.0) link.owed_since = now();
-      auto found = regions_.find(ready.region);
-      if (found != regions_.end()) count(found->second.whole, found->second, frame.source, ready.signal);
+      receive(ready);
     }
   }
 
@@ -965,7 +1016,7 @@ class Proxy {
   int listener_ = -1, wakes_ = -1, nudges_ = -1;
   std::mutex mutex_;
   std::thread thread_;
-  bool is_closing_ = false;
+  bool is_closing_ = false, drops_ = false;  // drops_: payloads of more than a word, for a bench
   double checked_ = 0.0;
   std::atomic<uint64_t> calls_[kCalls] = {}, asked_ = 0;  // asked_: to wake
   std::atomic<bool> is_asleep_ = false, has_failed_ = false, has_polled_ = false;  // has_polled_: kernels write to a FIFO
@@ -979,6 +1030,7 @@ class Proxy {
   std::map<uint64_t, Region> regions_;
   uint64_t known_ = 0;
   std::vector<Fifo> fifos_;
+  Fifo posted_{};  // of `put`
   std::vector<std::unique_ptr<Connection>> connections_;
   std::map<int, std::pair<std::string, int>> addresses_;
   std::map<int, std::pair<double, double>> retries_;
@@ -1015,6 +1067,13 @@ EXPORT void proxy_add_fifo(void* proxy, uint64_t words, uint64_t capacity, uint6
 EXPORT void proxy_remove_fifo(void* proxy, uint64_t words) {
   static_cast<Proxy*>(proxy)->remove_fifo(reinterpret_cast<uint64_t*>(words));
 }
+EXPORT int proxy_put(void* proxy, uint64_t ticket, uint64_t peer, uint64_t source_region, uint64_t source,
+                     uint64_t region, uint64_t offset, uint64_t size, uint64_t signal) {
+  return static_cast<Proxy*>(proxy)->put(ticket, peer, source_region, source, region, offset, size, signal);
+}
+EXPORT int proxy_await(void* proxy, uint64_t counter, uint32_t target, double seconds) {
+  return static_cast<Proxy*>(proxy)->await(reinterpret_cast<uint32_t*>(counter), target, seconds);
+}
 EXPORT int proxy_wake(void* proxy) { return static_cast<Proxy*>(proxy)->wake(); }
 EXPORT void proxy_pause(void* proxy, double seconds) { static_cast<Proxy*>(proxy)->pause(seconds); }
 EXPORT int proxy_failure(void* proxy, int peer, char* text, int room) {
@@ -1024,6 +1083,7 @@ EXPORT int proxy_failure(void* proxy, int peer, char* text, int room) {
   return length;
 }
 EXPORT void proxy_count_calls(void* proxy, uint64_t* counts) { static_cast<Proxy*>(proxy)->count_calls(counts); }
+EXPORT void proxy_drop_payloads(void* proxy, int drops) { static_cast<Proxy*>(proxy)->drop_payloads(drops != 0); }
 EXPORT void proxy_break_connection(void* proxy, int peer) { static_cast<Proxy*>(proxy)->break_connection(peer); }
 EXPORT void proxy_close(void* proxy, double seconds) { static_cast<Proxy*>(proxy)->close(seconds); }
 EXPORT void proxy_free(void* proxy) { delete static_cast<Proxy*>(proxy); }
