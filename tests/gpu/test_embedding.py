@@ -115,6 +115,11 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
     for number in range(calls):
         case = fill_case(kinds[number % len(kinds)], seed + number, device)
         expected = case.expected_gradients(rank)
+        drawn: list[Any] = [None] * world
+        parts = [case.grad, *(part for own in case.owners for part in (own.indices, own.offsets, own.weights))]
+        dist.all_gather_object(drawn, [float(part.double().sum()) for part in parts if part is not None])
+        if any(each != drawn[0] for each in drawn):
+            wrong.append((number, "the ranks have drawn other batches", drawn))
         first: list[torch.Tensor] = []
         for sparse, by_copies in ((False, False), (False, True), (True, False)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
