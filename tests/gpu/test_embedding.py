@@ -132,8 +132,9 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
             first = first or grads
             for place, (grad, right) in enumerate(zip(grads, expected, strict=True)):
                 if not is_close(grad, right, grad.dtype) or not torch.equal(grad, first[place]):
-                    error, is_first = (grad.double() - right).abs().max().item(), torch.equal(grad, first[place])
-                    wrong.append((number, sparse, by_copies, place, error, is_first))
+                    errors, is_first = (grad.double() - right).abs().amax(1), torch.equal(grad, first[place])
+                    rows = errors.topk(min(4, len(errors))).indices.tolist()
+                    wrong.append((number, sparse, by_copies, place, errors.max().item(), rows, is_first))
     write(folder, wrong)
 
 
