@@ -133,7 +133,7 @@ def make_model(dtype: torch.dtype, everything: bool = True) -> ClickModel:
     return ClickModel(everything=everything).to(dtype)
 
 
-def schedule() -> list[bool]:
+def schedule(implementation: Any = "library") -> list[bool]:
     """Whether a table whose rate a scheduler halves has torch's numbers, one that is frozen its first, and an optimizer
     of no table its rate."""
     (features, _, _), grid, rank = make_batch(0, dtype=torch.float32), Grid(data=2, device="cpu"), dist.get_rank()
@@ -144,7 +144,8 @@ def schedule() -> list[bool]:
     torch.manual_seed(1)
     plain = EmbeddingBagCollection(configs)
     plain.embedding_bags["t2"].weight.requires_grad_(False)
-    tables = distribute_embeddings(copy.deepcopy(plain), grid, owners={"t1": 0, "t2": 0}, gradients="sum")
+    options: dict[str, Any] = {"owners": {"t1": 0, "t2": 0}, "implementation": implementation}
+    tables = distribute_embeddings(copy.deepcopy(plain), grid, gradients="sum", **options)
     first = plain.embedding_bags["t2"].weight.clone()
     sgd = torch.optim.SGD([plain.embedding_bags["t1"].weight], lr=0.8)
     for model, optimizer in ((plain, sgd), (tables, tables.fuse_update("sgd", lr=0.8))):

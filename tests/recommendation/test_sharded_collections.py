@@ -82,6 +82,11 @@ def test_schedulers_set_the_rate_and_frozen_tables_stay(ranks: MakeRanks) -> Non
         assert found == [True, True, True]
 
 
+@pytest.mark.exhaustive
+def test_the_fused_operator_has_scheduled_rates_and_leaves_frozen_tables(interpret: Callable[..., list[Any]]) -> None:
+    assert interpret(2, embedding_models.schedule, "kernel") == [[True] * 3] * 2
+
+
 def test_tables_are_not_converted_once_ranks_have_agreed_on_them(ranks: MakeRanks) -> None:
     for words in ranks(2).run(embedding_models.convert):
         assert words == "these tables are torch.float32 on cpu, on all ranks, and cannot become torch.float64 on cpu"
