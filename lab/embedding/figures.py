@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m lab embedding-figures`: figures 11, 12 and 13 of Punniyamurthy et al., and section 4.3, of our look-up.
+"""`python -m lab embedding-figures`: figures 9, 11, 12 and 13 of Punniyamurthy et al., and section 4.3, of our look-up.
 
     occupancy   (figure 11) programs on each multiprocessor
     slice       (figure 12) samples of a slice, after which its rank is signalled
     order       (figure 13) slices for other ranks first, and rank 0's first on every rank; how far ranks' times differ
     launches    (4.3) one persistent kernel; one kernel with a program for each slice; such a kernel for each table
+    timeline    (figure 9) when rank 0's programs pool and store slices, for others and for itself, and wait
 
 `--nodes 2x1` declares the ranks to be several nodes: then a slice is what is pooled before it is put. Beside it are the
 times in which the proxies drop the slices' bytes and send signals alone, so that kernels alone count, and those of one
 node, whose ranks store (002, figure 12, and what puts cost a kernel).
 
-Figure 10 is `stretto bench embedding`. Figure 9, when each program stores and waits, is not drawn: kernels do not note
-times.
+Figure 10 is `stretto bench embedding`.
 """
 
 import os
@@ -37,14 +37,15 @@ from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp
 from stretto.memory.network.native import NativeProxy
 from stretto.ops.embedding import output_ring, scheduled
-from stretto.ops.embedding.forward import find_launch_config, look_up_and_send
+from stretto.ops.embedding.forward import count_programs, find_launch_config, look_up_and_send
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.operator import close_workspaces, list_put_channels
 from stretto.parallel import Grid
 
-STUDIES = ("occupancy", "slice", "order", "launches")
+STUDIES = ("occupancy", "slice", "order", "launches", "timeline")
 _MANY = 1 << 16  # programs on a multiprocessor: more than there are slices, so that each has a program of its own
+_SHOWN = 32  # programs of a timeline
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Row:
     milliseconds: float = column("slowest rank (ms)", "{:.3f}")
     relative: float = column("of the default, or of stores", "{:.2f}")
     skew: float = column("ranks differ by", "{:.1%}")
+    timeline: dict[str, Any] | None = None
 
 
 def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]:
@@ -92,8 +94,9 @@ def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]
     name = dist.group.WORLD.group_name
     default = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
 
-    def look_up(config: LaunchConfig) -> Tensor:
-        return look_up_and_send(batch.indices, batch.offsets, tables, None, placement, name, "sum", config=config)
+    def look_up(config: LaunchConfig, trace: Tensor | None = None) -> Tensor:
+        given = batch.indices, batch.offsets, tables, None, placement, name, "sum"
+        return look_up_and_send(*given, config=config, trace=trace)
 
     alone = replace(placement, dims=tuple((case.dim,) for _ in range(ranks)))
     each = [find_tables([table], device) for table in batch.tables]
@@ -107,6 +110,9 @@ def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]
     usual = _time(lambda: look_up(default), setting, device)
     rows = []
     for study in setting.studies:
+        if study == "timeline":
+            rows.append(_trace(partial(look_up, default), default, batch, setting, max(usual)))
+            continue
         for what, run in _list_runs(study, default, look_up, look_up_each):
             seconds = _time(run, setting, device)
             rows.append(
@@ -166,6 +172,28 @@ def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.dev
     ]
 
 
+def _trace(
+    run: Callable[[Tensor], Tensor], config: LaunchConfig, batch: LookupBatch, setting: FiguresSetting, usual: float
+) -> dict[str, Any]:
+    """Have the kernel note when each slice begins and ends, and each program waits; in microseconds from rank 0's first
+    program."""
+    placement, device, tables = batch.placement, batch.offsets.device, len(batch.tables)
+    tasks = placement.world_size * tables * -(-placement.local_batch // config.slice)
+    trace = torch.zeros(tasks + count_programs(config, placement, tables, device), 4, dtype=torch.int64, device=device)
+    seconds = _time(partial(run, trace), setting, device)
+    words = trace.cpu()
+    zero, programs = int(words[tasks:, 0].min()), words[tasks:][:_SHOWN, [0, 1, 3]]
+    slices = [
+        [program, destination, (begin - zero) / 1e3, (end - zero) / 1e3]
+        for program, destination, begin, end in words[:tasks].tolist()
+        if program < _SHOWN
+    ]
+    timeline = {"slices": slices, "programs": ((programs - zero).double() / 1e3).tolist(), "rank": placement.rank}
+    times = {"milliseconds": max(seconds) * 1e3, "relative": max(seconds) / usual}
+    skew = {"skew": max(seconds) / min(seconds) - 1, "timeline": timeline}
+    return {"study": "timeline", "what": "with a clock in the kernel", **times, **skew}
+
+
 def _list_runs(
     study: str, default: LaunchConfig, look_up: Callable[[LaunchConfig], Tensor], look_up_each: Callable[[], None]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -212,25 +240,51 @@ def _time(run: Callable[[], Any], setting: FiguresSetting, device: torch.device)
 
 
 def plot_figures(data: dict[str, Any], picture: Path) -> None:
-    """Draw a panel of bars for each study."""
+    """Draw a panel for each study: bars, or the timeline of rank 0's first programs."""
     from lab.style import drawing, name_bars
     from stretto.report.style import STRETTO
 
     studies = group(data["rows"], "study")
     with drawing(picture, 8, 1.9 * len(studies)) as drawn:
         for panel, (study, rows) in zip(drawn.panels(len(studies), 1)[:, 0], studies.items(), strict=True):
+            if rows[0].get("timeline"):
+                _draw_timeline(panel, rows[0]["timeline"])
+                continue
             bars = panel.barh(range(len(rows)), [row["milliseconds"] for row in rows[::-1]], 0.7, **STRETTO.bar)
             drawn.label_bars(panel, bars, [f"{row['milliseconds']:.3f}" for row in rows[::-1]])
             name_bars(panel, range(len(rows)), [row["what"] for row in rows[::-1]])
             panel.set_xlabel(f"{study}: ms")
         drawn.title = f"The fused look-up, launched in other ways: {data['setting']['case']}"
         drawn.subtitle = describe_origin(data)
-        drawn.caption = "Slices, orders and programs of Punniyamurthy et al., figures 11 to 13, and section 4.3."
+        drawn.caption = "Slices, orders and programs of Punniyamurthy et al., figures 9 and 11 to 13, and section 4.3."
+
+
+def _draw_timeline(panel: Any, timeline: dict[str, Any]) -> None:
+    """A line a program: slices for other ranks, own ones, and the wait at the end."""
+    from lab.style import PEER
+    from stretto.report.style import EXPOSED, STRETTO
+
+    own = timeline["rank"]
+    kinds = [
+        ("slices for other ranks", STRETTO, [each for each in timeline["slices"] if each[1] != own]),
+        ("slices for the rank itself", PEER, [each for each in timeline["slices"] if each[1] == own]),
+        ("waiting for other ranks", EXPOSED, [[at, own, *each[1:]] for at, each in enumerate(timeline["programs"])]),
+    ]
+    for label, look, spans in kinds:
+        if spans:
+            places, _, begins, ends = zip(*spans, strict=True)
+            lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
+            panel.barh(places, lengths, 0.8, left=begins, label=label, **look.bar | {"linewidth": 0.2})
+    count = len(timeline["programs"])
+    panel.set_yticks(range(0, count, max(1, count // 8)))
+    panel.set_ylim(-0.6, count - 0.4)
+    panel.set_ylabel("program")
+    panel.set_xlabel("timeline: microseconds")
 
 
 BENCH = Bench(
     "embedding-figures",
-    "The fused look-up with other occupancies, slices, orders and launches (Punniyamurthy et al., figures 11 to 13).",
+    "The fused look-up launched in other ways, and a timeline (Punniyamurthy et al., figures 9 and 11 to 13).",
     FiguresSetting,
     lambda setting: run_ranks(setting.ranks, measure_figures, setting, setting.ranks, trains=False),
     Row,

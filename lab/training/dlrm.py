@@ -5,7 +5,8 @@ All run in one job, interleaved, with the same model, batches and optimizers. "l
 Punniyamurthy et al.: nn.functional.embedding_bag a table, all_to_all_single and cat, with row-wise Adagrad on the
 sparse gradients. "kernel" updates the tables in the fused backward pass. "ahead" is the kernel, with the next batch's
 indices exchanged beside the step, as `stretto train` does; "graph" also replays the step as a CUDA graph. What a step
-takes longer than one whose indices were exchanged before it is the exposed exchange.
+takes longer than one whose indices were exchanged before it is the exposed exchange. Half of the ranks with half of the
+batch have as much work each: `--ranks 2 --batch 32768` stands for 4 ranks.
 """
 
 import itertools
@@ -19,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.harness import Bench, column
+from lab.harness import Bench, column, keep_rows
 from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks, time_steps
-from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
 from stretto.bench.training.runs import Stepped, TrainingRun, measure
 from stretto.parallel import CapturedStep, Grid
 from stretto.recommendation import DLRM, DLRMConfig, ShardedTables, begin_exchange, distribute_tables
@@ -45,6 +46,7 @@ class DlrmSetting:
     batch: Annotated[int, Option("Global batch in samples.", least=1)] = 65536
     implementations: Annotated[tuple[str, ...], Option("library, kernel, ahead, graph, with commas.")] = IMPLEMENTATIONS
     is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
+    precision: Annotated[str, Option("Of the MLPs' fp32 products: highest (fp32), or high (TF32).")] = "highest"
     warm_up: WarmUp = 3
     repeats: Repeats = 10
     rounds: Rounds = 3
@@ -57,6 +59,7 @@ class DlrmSetting:
                 raise ValueError(f"there is no implementation {name!r} to measure: there are {known}")
             if name == "graph" and self.is_jagged:
                 raise ValueError("graph replays steps of one size: leave --jagged out, or graph")
+        require_known("precision", (self.precision,), ("highest", "high"))
         if self.ranks is not None and self.batch % self.ranks:
             raise ValueError(f"a batch of {self.batch} cannot be cut into {self.ranks} parts")
         self.config()
@@ -100,12 +103,22 @@ class _ClicksBatch:
     labels: Tensor
 
 
-def measure_dlrm(setting: DlrmSetting, ranks: int) -> list[dict[str, Any]]:
-    """The job of each rank; returns a row an implementation."""
+def measure_dlrm(setting: DlrmSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
+    """The job of each rank; returns a row an implementation. Rank 0 writes them after each."""
+    torch.set_float32_matmul_precision(setting.precision)
     grid = Grid(data=ranks)
     batches = _make_batches(setting, grid)
     runs = [TrainingRun(name, partial(_Step, name, setting, grid, batches)) for name in setting.implementations]
-    rows = measure(runs, setting, grid.device, extra=lambda step: cast(_Step, step).time_lookups())
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        keep_rows(out, BENCH.name, Row, _about(setting), _compare(rows, ranks))
+
+    rows = measure(runs, setting, grid.device, extra=lambda step: cast(_Step, step).time_lookups(), keep=keep)
+    return _compare(rows, ranks)
+
+
+def _compare(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """Add samples a second, and how much less time than the library a step took."""
     library = next((row.get("step_milliseconds") for row in rows if row["name"] == "library"), None)
     for row in rows:
         if "step_milliseconds" in row:
@@ -235,14 +248,18 @@ def plot_dlrm(data: dict[str, Any], picture: Path) -> None:
         )
 
 
+def _about(setting: DlrmSetting) -> dict[str, Any]:
+    return {"ranks": setting.ranks, "setting": asdict(setting) | {"model": asdict(setting.config())}}
+
+
 BENCH = Bench(
     "dlrm",
     "A DLRM's training step with look-up and all-to-all fused, compared with PyTorch's functions.",
     DlrmSetting,
-    lambda setting: run_ranks(setting.ranks, measure_dlrm, setting, setting.ranks),
+    lambda setting, out: run_ranks(setting.ranks, measure_dlrm, setting, setting.ranks, out),
     Row,
     title=lambda setting: f"DLRM {setting.model}, global batch {setting.batch}, {setting.ranks} ranks",
     plot=plot_dlrm,
     needs=Needs.RANKS,
-    about=lambda setting: {"ranks": setting.ranks, "setting": asdict(setting) | {"model": asdict(setting.config())}},
+    about=_about,
 )

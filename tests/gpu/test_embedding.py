@@ -115,6 +115,11 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
     for number in range(calls):
         case = fill_case(kinds[number % len(kinds)], seed + number, device)
         expected = case.expected_gradients(rank)
+        drawn: list[Any] = [None] * world
+        parts = [case.grad, *(part for own in case.owners for part in (own.indices, own.offsets, own.weights))]
+        dist.all_gather_object(drawn, [float(part.double().sum()) for part in parts if part is not None])
+        if any(each != drawn[0] for each in drawn):
+            wrong.append((number, "the ranks have drawn other batches", drawn))
         first: list[torch.Tensor] = []
         for sparse, by_copies in ((False, False), (False, True), (True, False)):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
@@ -127,8 +132,9 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
             first = first or grads
             for place, (grad, right) in enumerate(zip(grads, expected, strict=True)):
                 if not is_close(grad, right, grad.dtype) or not torch.equal(grad, first[place]):
-                    error, is_first = (grad.double() - right).abs().max().item(), torch.equal(grad, first[place])
-                    wrong.append((number, sparse, by_copies, place, error, is_first))
+                    errors, is_first = (grad.double() - right).abs().amax(1), torch.equal(grad, first[place])
+                    rows = errors.topk(min(4, len(errors))).indices.tolist()
+                    wrong.append((number, sparse, by_copies, place, errors.max().item(), rows, is_first))
     write(folder, wrong)
 
 

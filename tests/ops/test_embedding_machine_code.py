@@ -39,14 +39,16 @@ def pooling(bags=1, rows=8, is_mean=False, checks=True):
     return PoolingConfig(*constants(bags, rows, max(bags, 8), is_mean, checks))
 
 
-def forward_arguments(lookup=None, way=None, dtype=torch.float32, index=torch.int64, weighted=False, order="by_table"):
+def forward_arguments(
+    lookup=None, way=None, dtype=torch.float32, index=torch.int64, weighted=False, order="by_table", trace=None
+):
     mapping = tiles.shard_tiles(32, 4, 1, channels=32, fixed=True)
     indices = torch.zeros(64, dtype=index)
     return (
         make_channel("p2p"), mapping, lookup or look_up(), way or pooling(),
         Bags(indices, indices, FLOATS if weighted else None),
         forward_kernel.RingPointers(torch.zeros(64, dtype=dtype), LONGS, WORDS, WORDS), REPORT,
-        99, order,
+        trace, 99, order,
     )  # fmt: skip
 
 
@@ -108,8 +110,8 @@ def test_every_kernel_compiles(target):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_all_orders_weights_and_means_compile(order):
-    to_ptx(order=order, weighted=True, way=pooling(8, 1, is_mean=True, checks=False), index=torch.int32)
+def test_all_orders_weights_means_and_traces_compile(order):
+    to_ptx(order=order, weighted=True, trace=LONGS, way=pooling(8, 1, is_mean=True, checks=False), index=torch.int32)
 
 
 @pytest.mark.parametrize(

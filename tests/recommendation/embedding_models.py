@@ -133,6 +133,47 @@ def make_model(dtype: torch.dtype, everything: bool = True) -> ClickModel:
     return ClickModel(everything=everything).to(dtype)
 
 
+def schedule(implementation: Any = "library") -> list[bool]:
+    """Whether a table whose rate a scheduler halves has torch's numbers, one that is frozen its first, and an optimizer
+    of no table its rate."""
+    (features, _, _), grid, rank = make_batch(0, dtype=torch.float32), Grid(data=2, device="cpu"), dist.get_rank()
+    configs = [
+        EmbeddingBagConfig(10, 4, "t1", feature_names=["items"]),
+        EmbeddingBagConfig(5, 4, "t2", feature_names=["clicks"]),
+    ]
+    torch.manual_seed(1)
+    plain = EmbeddingBagCollection(configs)
+    plain.embedding_bags["t2"].weight.requires_grad_(False)
+    options: dict[str, Any] = {"owners": {"t1": 0, "t2": 0}, "implementation": implementation}
+    tables = distribute_embeddings(copy.deepcopy(plain), grid, gradients="sum", **options)
+    first = plain.embedding_bags["t2"].weight.clone()
+    sgd = torch.optim.SGD([plain.embedding_bags["t1"].weight], lr=0.8)
+    for model, optimizer in ((plain, sgd), (tables, tables.fuse_update("sgd", lr=0.8))):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(3):
+            bags = features if model is plain else local_part((features, *make_batch(0)[1:]), rank, 2)[0]
+            optimizer.zero_grad()
+            model(bags).values().square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+    rate = scheduler.get_last_lr() == [0.1] and optimizer.param_groups[0]["lr"] == 0.1
+    if rank:
+        return [not [*tables.parameters()], rate, optimizer.parts[0].lr == 0.2]
+    found = tables.embedding_bags
+    same = torch.allclose(found["t1"].weight, plain.embedding_bags["t1"].weight, atol=1e-6)
+    return [same, torch.equal(found["t2"].weight, first), rate]
+
+
+def convert() -> str:
+    """What is said to who converts distributed tables; a rank without tables, too."""
+    tables = EmbeddingBagCollection([EmbeddingBagConfig(10, 4, "t1", feature_names=["items"])])
+    model = nn.Sequential(distribute_embeddings(tables, Grid(data=2, device="cpu")), nn.Linear(4, 1))
+    model.float()
+    with pytest.raises(ValueError, match="cannot become") as raised:
+        model.double()
+    return str(raised.value).partition(":")[0]
+
+
 def compare(device: str = "cpu", tolerance: float = 1e-12, **options: Any) -> dict[str, list[str]]:
     """Train a distributed model and the same one alone on the whole batch; this rank's tables, by module."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

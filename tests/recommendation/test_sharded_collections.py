@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from stretto.parallel import Grid
 from stretto.recommendation import EmbeddingBagCollection, EmbeddingBagConfig, distribute_embeddings
@@ -74,6 +75,21 @@ def test_optimizers_in_the_backward_pass_are_torchs(
 @LONG
 def test_the_fused_operator_pools_and_updates_as_one_rank_does(interpret: Callable[..., list[Any]]) -> None:
     interpret(2, embedding_models.compare_kernel)
+
+
+def test_schedulers_set_the_rate_and_frozen_tables_stay(ranks: MakeRanks) -> None:
+    for found in ranks(2).run(embedding_models.schedule):
+        assert found == [True, True, True]
+
+
+@pytest.mark.exhaustive
+def test_the_fused_operator_has_scheduled_rates_and_leaves_frozen_tables(interpret: Callable[..., list[Any]]) -> None:
+    assert interpret(2, embedding_models.schedule, "kernel") == [[True] * 3] * 2
+
+
+def test_tables_are_not_converted_once_ranks_have_agreed_on_them(ranks: MakeRanks) -> None:
+    for words in ranks(2).run(embedding_models.convert):
+        assert words == "these tables are torch.float32 on cpu, on all ranks, and cannot become torch.float64 on cpu"
 
 
 def test_what_one_rank_is_given_wrongly_all_refuse_by_name_and_go_on(ranks: MakeRanks) -> None:
@@ -177,9 +193,25 @@ class Tied(nn.Module):
             self.last.weight = self.first.weight
 
 
+def watched(**options: Any) -> nn.Module:
+    """An embedding whose weight has a hook."""
+    made = nn.Embedding(4, 2, **options)
+    made.weight.register_hook(lambda gradient: gradient)
+    return nn.Sequential(made)
+
+
+def updated() -> nn.Module:
+    """An embedding with an optimizer in its backward pass."""
+    made = nn.Sequential(nn.Embedding(4, 2))
+    _apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+    return made
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (Tied, {}, "first.weight is a parameter of other modules, too"),
     (lambda: Tied(max_norm=1.0), {}, "first has max_norm=1.0"),
+    (watched, {}, "0.weight has hooks"),
+    (updated, {}, "0.weight was given to apply_optimizer_in_backward.*fuse_update"),
     (lambda: Tied(sparse=True), {"modules": ["frist"]}, "no module with embeddings is named 'frist'.*first"),
     (lambda: Tied(sparse=True), {"owners": {}}, "owners has no rank for table 'first'"),
     (lambda: Tied(sparse=True), {"owners": {"first": 1}}, "'first' is on rank 1, but ranks are 0 to 0"),

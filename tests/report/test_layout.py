@@ -410,6 +410,9 @@ def embedding_figures(count: int) -> dict[str, Any]:
         for study, what in (("slices", "slices of"), ("orders", "the own rank's"), ("programs", "programs"))[:count]
         for number in range(count + 2)
     ]
+    spans = [[program, (program + 1) % 2, 1.0 + program, 25.0] for program in range(count)]
+    timeline = {"rank": 0, "slices": spans, "programs": [[0.0, 30.0, 40.0]] * count}
+    rows.append({"study": "timeline", "what": "clocked", "milliseconds": 0.4, "timeline": timeline})
     return {"rows": rows, "setting": {"case": "1024x64x256x70"}}
 
 

@@ -61,6 +61,10 @@ class OperatorVariant:
     def is_scatter(self) -> bool:
         return self.operator.endswith("reduce_scatter")
 
+    @property
+    def is_exchange(self) -> bool:
+        return self.operator.endswith("all_to_all")
+
     def shrunk(self) -> "OperatorVariant":
         """The same call in small sizes, for interpreted kernels, which are 100,000 times slower than a GPU.
 
@@ -111,10 +115,11 @@ class OperatorCase(WorkspaceCase):
         """Make operands and expected results. Returns whether all results are exact."""
         call, team = self._call, self._team
         world, rank, (n, k) = team.world, team.rank, (self._call.n, self._call.k)
-        rows = call.rows * world if call.is_scatter else call.rows
+        rows = call.rows * world if call.is_scatter or call.is_exchange else call.rows
         weights = [team.integers((n, k), "weight", peer, density=density) for peer in range(world)]
         # A gather's ranks add their own biases; in a sum over the ranks, all have the same bias.
-        biases = [team.integers((n,), "bias", peer * call.is_gather, low=-8, high=8) for peer in range(world)]
+        has_own = call.is_gather or call.is_exchange
+        biases = [team.integers((n,), "bias", peer * has_own, low=-8, high=8) for peer in range(world)]
         out_dtype = call.out_dtype or call.dtype
         sum_dtype = call.reduce_dtype or out_dtype
         self._weight = weights[rank].to(call.dtype)
@@ -137,12 +142,16 @@ class OperatorCase(WorkspaceCase):
             if call.is_gather:
                 of_rows = torch.cat([each for each, _ in factors])
                 result = gathered @ weights[rank].t() * of_rows[:, None] * factors[rank][1]
+            elif call.is_exchange:
+                own = slice(rank * call.rows, (rank + 1) * call.rows)
+                parts = zip(products, biases, strict=True)
+                result = torch.cat([product[own] + bias * call.has_bias for product, bias in parts])
             else:
                 exact = exact and all(is_exact(product, sum_dtype) for product in products)
                 result = torch.stack(products).sum(0)
                 if call.is_scatter:
                     result = result[rank * call.rows : (rank + 1) * call.rows]
-            if call.has_bias:
+            if call.has_bias and not call.is_exchange:
                 result = result + biases[rank]
             exact = exact and is_exact(result, out_dtype)
             self._inputs.append(xs[rank].to(call.dtype))
@@ -483,6 +492,14 @@ def list_configurations() -> list[Configuration]:
     found = []
     for name, (covers, call) in _GATHERS.items():
         found.append(_configure(f"all-gather/{name}", covers, replace(call, operator="all_gather_matmul")))
+    for name, covers, schedule in (
+        ("schedule", "a product's rows leave by an all-to-all's schedule", "direct-all-to-all"),
+        ("copies", "copy engines make its moves", "direct-all-to-all"),
+    ):
+        call = OperatorVariant(
+            "matmul_all_to_all", 50, 192, 128, COPIES if name == "copies" else PUSH, has_bias=True, schedule=schedule
+        )
+        found.append(_configure(f"all-to-all/{name}", covers, call))
     gathered = replace(_GATHERS["copies"][1], operator="all_gather_matmul_gathered")
     found.append(_configure("all-gather-gathered/copies", "returns the gathered x too", gathered))
     ragged = replace(gathered, rows=50, dtype=FP32, has_bias=True)

@@ -39,6 +39,7 @@ from stretto.ops.embedding import (
 )
 from stretto.ops.gemm import Blocks
 from stretto.ops.invariant import LEAVES, invariant_matmul
+from stretto.ops.joint.matmul_all_to_all import matmul_all_to_all
 from stretto.ops.maintenance import Workspace, check, free_workspaces, workspaces
 from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -77,6 +78,7 @@ __all__ = [
     "invariant_norm",
     "matmul_all_reduce",
     "matmul_all_reduce_norm",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "mlp",
     "moe",

@@ -160,15 +160,25 @@ def _describe(name: str, module: Any) -> list[TableSpec]:
 
 
 def _refuse_shared(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
-    """ValueError for a table that is also a parameter of another module, and for one that has a hook."""
+    """ValueError for a table that is also a parameter of another module, and for one with an optimizer or hooks."""
     holders: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             holders.setdefault(id(parameter), set()).add(id(module))
     for name, module in found.items():
-        for key, parameter in module.named_parameters():
+        for key, parameter in module.named_parameters(prefix=name):
             if len(holders[id(parameter)]) > 1:
-                raise ValueError(f"{name}.{key} is a parameter of other modules, too: leave {name} out of modules=")
+                raise ValueError(f"{key} is a parameter of other modules, too: leave {name} out of modules=")
+            if hasattr(parameter, "_optimizer_classes"):  # of torch's function and of TorchRec's
+                raise ValueError(
+                    f"{key} was given to apply_optimizer_in_backward, whose update would be left out: call "
+                    "fuse_update of the module that distribute_embeddings makes instead"
+                )
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"{key} has hooks, and another parameter takes its place: register them after "
+                    "distribute_embeddings"
+                )
 
 
 def _place(

@@ -18,7 +18,7 @@ from stretto.optim.row_update import RowOptimizer
 from stretto.recommendation.index_exchange import IndexExchange
 from stretto.recommendation.jagged import FeatureBags, result_type
 from stretto.recommendation.placement import TableShard
-from stretto.recommendation.pooled_exchange import PoolingMode
+from stretto.recommendation.pooled_exchange import PoolingMode, refuse_conversion
 from stretto.recommendation.table_exchange import TableExchange, TableSpec
 from stretto.recommendation.table_optimizer import TableOptimizer
 from stretto.recommendation.table_state import TensorBox
@@ -164,19 +164,31 @@ def _widen(values: Tensor) -> Tensor:
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
 
 
-class CollectionOptimizer:
+class CollectionOptimizer(torch.optim.Optimizer):
     """Updates this rank's tables of a module in the backward pass; made by `fuse_update`.
 
-    parts: the optimizers of the tables of a dtype and pooling.
+    A torch optimizer, for schedulers: all that `step` and `zero_grad` do is pass the learning rate of `param_groups` on
+    to the next backward passes. parts: the optimizers of the tables of a dtype and pooling.
     """
 
     def __init__(self, parts: Sequence[TableOptimizer]) -> None:
         self.parts = tuple(parts)
+        super().__init__([{"params": [weight for part in parts for weight in part.weights]}], {"lr": parts[0].lr})
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next updates; a table's is this times its factor."""
+        self.param_groups[0]["lr"] = lr
         for part in self.parts:
             part.set_lr(lr)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take over the learning rate: the update was made in the backward pass."""
+        if self.param_groups[0]["lr"] != self.parts[0].lr:
+            self.set_lr(self.param_groups[0]["lr"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Take over the learning rate: there are no gradients."""
+        self.step()
 
 
 class TableModule(nn.Module):
@@ -216,13 +228,19 @@ class TableModule(nn.Module):
         """From now on backward passes update the tables, which keep no gradients. Call it once, on all ranks.
 
         kind and options are those of `ShardedTables.fuse_update`; lr_factors: by the tables' names. Returns the
-        optimizer, whose `set_lr(lr)` changes the learning rate of later backward passes.
+        optimizer, whose `set_lr(lr)` changes the learning rate of later backward passes; torch's schedulers take it.
+        Tables that are frozen by now stay as they are; later, only a learning rate of 0 freezes.
         """
         return CollectionOptimizer(self._exchange.fuse_update(kind, self._weights(), lr_factors or {}, **options))
 
     def boxes(self) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
         """This rank's tables and the states of their optimizer, for checkpoints (`TableExchange.boxes`)."""
         return self._exchange.boxes(self._weights())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self.is_distributed:
+            refuse_conversion(fn, {spec.dtype for spec in self._exchange.specs}, self._exchange.device)
+        return super()._apply(fn, recurse)
 
     def _weights(self) -> dict[int, nn.Parameter]:
         return {number: self.get_parameter(self._exchange.specs[number].key) for number in self._own}

@@ -5,7 +5,7 @@
 in training knows of the operator, except what has its backward pass update the tables (`FusedUpdate`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -191,6 +191,20 @@ def choose_operators(
     if reason is not None:
         return None
     return None if implementation == "auto" and group is not None and _has_nodes(group, device) else operators
+
+
+def refuse_conversion(convert: Callable[[Tensor], Tensor], dtypes: Iterable[torch.dtype], device: torch.device) -> None:
+    """ValueError if `convert`, which a module is to apply to its tables, gives these dtypes or the device others.
+
+    Ranks exchange what they agreed on when tables were distributed, also those that have none.
+    """
+    for dtype in dtypes:
+        made = convert(torch.empty(0, dtype=dtype, device=device))
+        if made.dtype != dtype or made.device.type != device.type:
+            raise ValueError(
+                f"these tables are {dtype} on {device.type}, on all ranks, and cannot become {made.dtype} on "
+                f"{made.device.type}: convert the model before its tables are distributed, or other modules alone"
+            )
 
 
 def _has_nodes(group: dist.ProcessGroup, device: torch.device) -> bool:

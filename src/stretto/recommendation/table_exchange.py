@@ -168,7 +168,7 @@ class TableExchange:
                 )
             )
         self.is_fused = all(each.operators is not None for each in self._groups)
-        self._owners, self._kinds, self._device = owners, kinds, device
+        self._owners, self._kinds, self.device = owners, kinds, device
         self._optimizers: list[TableOptimizer] = []  # of the groups
         self.ahead: list[tuple[Any, FeatureBags, IndexExchange]] = []  # what was sent ahead, with its features
         self._host_group = find_host_group(device, group)
@@ -194,7 +194,7 @@ class TableExchange:
             placement = self._place(tables)
             own = [weights[table] for table in tables if table in weights]
             shards = placement.shards[self._group.rank()]
-            held = OptimizedTables(placement, group.dims, shards, own, self._device, group.dtype, group.operators)
+            held = OptimizedTables(placement, group.dims, shards, own, self.device, group.dtype, group.operators)
             made.append(TableOptimizer(held, kind, lr_factors=factors, **options))
         self._optimizers = made
         return made
@@ -262,7 +262,7 @@ class TableExchange:
                     )
             except ValueError as error:
                 refused = error
-        exchange = self._begin(bags, refused, side_stream(self._device))
+        exchange = self._begin(bags, refused, side_stream(self.device))
         self.ahead.append((features, bags, exchange))
         return exchange
 

@@ -65,7 +65,11 @@ class TableOptimizer:
         rest = [eps, weight_decay, max_norm, 1 - betas[0], 1 - betas[1]]
         # At least one row, so that a rank without tables has settings, too.
         self._settings = torch.tensor([[lr, *rest]] * max(len(self.weights), 1), dtype=wide, device=device)
-        of_tables = [factors.get(shard.table, 1.0) for shard in self.shards] or [1.0]
+        # Rows of frozen tables stay: with the operator no table gets a gradient, and none would be missing.
+        of_tables = [
+            factors.get(shard.table, 1.0) * weight.requires_grad
+            for shard, weight in zip(self.shards, self.weights, strict=True)
+        ] or [1.0]
         self._factors = torch.tensor(of_tables, dtype=wide, device=device)
         self.clock = torch.tensor([0, seed], dtype=torch.int64, device=device)  # steps, seed
         self.states = [
@@ -86,10 +90,13 @@ class TableOptimizer:
         # Python's garbage collector does not see the references of such a hook: a cycle would never be freed.
         this = ref(self)
         for place, weight in enumerate(self.weights[: self._shared]):
+            if not weight.requires_grad:
+                continue
             weight.register_post_accumulate_grad_hook(lambda _, place=place: _alive(this)._take_gradient(place))
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next updates; a table's is this times its factor."""
+        self.lr = lr
         self._settings[:, 0] = self._factors * lr
 
     def set_steps(self, steps: int) -> None:

@@ -2,8 +2,8 @@
 """Distributes a model with embedding tables: each is whole on a rank, cut, or replicated; the rest is on every rank."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
 from weakref import ref
 
 import torch
@@ -20,7 +20,13 @@ from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
 from stretto.recommendation.index_exchange import exchange_indices, find_host_group
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
-from stretto.recommendation.pooled_exchange import Implementation, TableLookups, choose_operators, pool_and_exchange
+from stretto.recommendation.pooled_exchange import (
+    Implementation,
+    TableLookups,
+    choose_operators,
+    pool_and_exchange,
+    refuse_conversion,
+)
 from stretto.recommendation.sharded_lookup import CombineShards, ShardColumns, look_up_replicated
 from stretto.recommendation.table_cache import CachedTables, RowCache
 from stretto.recommendation.table_optimizer import TableOptimizer
@@ -74,6 +80,10 @@ class ShardedTables(nn.ModuleDict):
         if any(placement.cached) or any(size.growth for size in placement.tables):
             agreeing = (self._host_group or group) if any(placement.cached) else NO_GROUP  # only caches refuse
             self.caches = CachedTables(of_places, len(places) - len(placement.replicated), device, agreeing)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        refuse_conversion(fn, (self.dtype,), self.device)
+        return super()._apply(fn, recurse)
 
     def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))

@@ -270,3 +270,53 @@ def differentiate():
 @pytest.mark.long
 def test_gradients_are_those_without_a_schedule_and_compiled_calls_have_one_graph(interpret):
     assert interpret(2, differentiate) == [[True, True, True]] * 2
+
+
+def exchange_products():
+    """Errors of `matmul_all_to_all` and its gradients by schedules and the library, and whether two calls are equal."""
+    rank, world, errors = dist.get_rank(), dist.get_world_size(), []
+    two_step = find("two-step-all-to-all").compile(nodes=2, gpus=world // 2) if world % 2 == 0 else None
+    cases = [
+        ("kernel", None, torch.float32, (4, 7, 8)),
+        ("kernel", two_step, torch.bfloat16, (24, 48, 64)),
+        ("library", None, torch.float32, (4, 7, 8)),
+        ("auto", "direct-all-to-all", torch.float32, (0, 7, 8)),
+    ]
+    for number, (how, schedule, dtype, (rows, n, k)) in enumerate(cases):
+        inputs, weights, bias = random_operands(rows * world, n, k, dtype, number % 2 == 0)
+        x, weight = inputs[rank].requires_grad_(), weights[rank].requires_grad_()
+        bias = None if bias is None else bias.requires_grad_()
+        out, again = (
+            ops.matmul_all_to_all(x, weight, bias=bias, implementation=how, schedule=schedule) for _ in range(2)
+        )
+        biases = [None] * world
+        dist.all_gather_object(biases, None if bias is None else bias.detach())
+        exact = [a.detach().double() @ b.detach().double().T for a, b in zip(inputs, weights, strict=True)]
+        exact = [one if own is None else one + own.double() for one, own in zip(exact, biases, strict=True)]
+        expected = torch.cat([one.chunk(world)[rank] if rows else one for one in exact])
+        towards = [torch.randn(rows * world, n, generator=torch.Generator().manual_seed(peer)) for peer in range(world)]
+        out.backward(towards[rank].to(dtype))
+        of_product = torch.cat([one.chunk(world)[rank] if rows else one for one in towards]).to(dtype).double()
+        found = [(out, expected), (x.grad, of_product @ weight.detach().double()),
+                 (weight.grad, of_product.T @ x.detach().double())]  # fmt: skip
+        found += [] if bias is None else [(bias.grad, of_product.sum(0))]
+        errors += [
+            relative_error(one.detach(), right) / ROUNDING[dtype] if one.numel() else 0.0 for one, right in found
+        ]
+        assert torch.equal(out, again)
+    for words, options in (
+        ("ranks do not divide x's 5 rows", {}),
+        ("takes a schedule of an alltoall", {"schedule": "ring-all-gather"}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ops.matmul_all_to_all(torch.zeros(5, 4), torch.zeros(3, 4), **options)
+    return errors, ops.counts()["matmul_all_to_all", "kernel"]
+
+
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
+def test_a_product_whose_rows_are_exchanged_is_that_of_a_gemm_and_an_all_to_all(interpret, ranks):
+    for errors, by_kernel in interpret(ranks, exchange_products):
+        assert max(errors) < 20
+        assert by_kernel >= 4

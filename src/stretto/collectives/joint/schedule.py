@@ -46,11 +46,12 @@ COLLECTIVES = {
     "all_gather_attention": "allgather",
     "matmul_reduce_scatter": "reducescatter",
     "matmul_all_reduce": "allreduce",
+    "matmul_all_to_all": "alltoall",
     "dispatch_grouped_matmul": "alltoall",
     "embedding_all_to_all": "alltoall",
 }
 """The collective of each operator that takes a schedule."""
-ROUTED = tuple(operator for operator, kind in COLLECTIVES.items() if kind == "alltoall")
+ROUTED = ("dispatch_grouped_matmul", "embedding_all_to_all")
 """The operators whose chunks' sizes are known at run time alone: see `routed`."""
 
 INPUT, LANDED, OUTPUT, NOWHERE = range(4)
@@ -248,7 +249,7 @@ def join(operator: str, schedule: Schedule, rows: int, block_rows: int) -> Joint
     collective = schedule.collective
     ranks = collective.ranks
     gathers = is_gather(operator)
-    of_block = rows // ranks if operator == "matmul_reduce_scatter" else rows
+    of_block = rows // ranks if operator in ("matmul_reduce_scatter", "matmul_all_to_all") else rows
     chunks = _ChunkRows(count_block_chunks(collective), of_block)
     fused = lower_to_fused_program(schedule, in_place=schedule.in_place)
     gathered = rows * ranks if gathers else 0

@@ -312,6 +312,10 @@ def _find_wanted(joint: JointSchedule, rank: int, rows: Rows) -> _Value:
     if joint.is_gather:
         owner = rows.start // joint.rows
         return Counter({(owner, -owner * joint.rows): 1}) if rows.stop <= (owner + 1) * joint.rows else Counter()
+    if joint.operator == "matmul_all_to_all":  # a rank's block of the output is this rank's block of that one's product
+        of_block = joint.rows // world
+        owner = rows.start // of_block
+        return Counter({(owner, (rank - owner) * of_block): 1}) if rows.stop <= (owner + 1) * of_block else Counter()
     first = rank * joint.output_rows if joint.operator == "matmul_reduce_scatter" else 0
     return Counter({(giver, first): 1 for giver in range(world)})
 

@@ -22,6 +22,7 @@ from stretto.ops.embedding.index_errors import OTHER_GRADIENTS, OTHER_TABLES, RE
 from stretto.ops.embedding.placement import AGREED, GRADIENTS, Announced
 from stretto.ops.embedding.pooling_kernel import find_table, pool_bags, read_bags, store_bags
 from stretto.tiles.call_state import EPOCH, advance_targets
+from stretto.tiles.intrinsics import now
 
 ORDERS = ("by_table", "mixed", "remote_first", "oblivious")
 """Orders of slices. by_table: table after table; within each, the next rank's samples first and own ones last. mixed:
@@ -120,11 +121,13 @@ def begin_pooling(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pool_and_send(  # type: ignore[no-untyped-def]
-    channel, mapping, tables, pooling, bags, ring, report, waiters, ORDER: tl.constexpr
+    channel, mapping, tables, pooling, bags, ring, report, trace, waiters, ORDER: tl.constexpr
 ):
     """Pool all bags of this rank's tables, and store each vector into its place in the output of its sample's rank.
 
     A task is a slice: some samples of one rank, in one table. Programs take tasks by tickets, in one of `ORDERS`.
+    trace: int64 [tasks + programs, 4], for benches, or None: each task's program, destination, begin and end, then each
+    program's begin, the begin of its wait, 0 and its end, in nanoseconds (`now`).
     Signals: after a slice's stores (the block's barrier, then release at system scope), the slice's channel at its
     rank, by the number of its samples. A channel stands for some of a rank's tables, so the receiver need not know the
     slices.
@@ -136,6 +139,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     Reuse: programs store into a slot only after its rank has offered it for this call; that rank's host knows it is
     free.
     """
+    if trace is not None:
+        began = now()
     per_rank = tl.cdiv(tables.batch, pooling.slice)  # slices of a rank and table
     agrees = tl.load(ring.permit) != 0
     tasks = tl.where(agrees, channel.world * tables.count * per_rank, 0)
@@ -143,6 +148,8 @@ def pool_and_send(  # type: ignore[no-untyped-def]
     units: tl.constexpr = UNIT * 8 // ring.slots.dtype.element_ty.primitive_bitwidth
     ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
+        if trace is not None:
+            started = now()
         destination, table, group = place_task(ticket, channel.world, channel.rank, tables.count, per_rank, ORDER=ORDER)
         address, rows, dim, column = find_table(tables, table)
         first = group * pooling.slice
@@ -163,13 +170,29 @@ def pool_and_send(  # type: ignore[no-untyped-def]
             stored = tl.minimum(tables.batch - first, pooling.slice)
             tile = destination * mapping.channels + table % mapping.channels
             tiles.producer_tile_notify(channel, mapping, tile, "p2p", count=stored)
+        if trace is not None:
+            _note(trace, ticket, tl.program_id(0), destination, started)
         ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
+    if trace is not None:
+        waits = now()
     waiter = tiles.arrive_produced(channel) - (tl.num_programs(0) - waiters)
     if waiter >= 0:
         for index in range(waiter, tl.where(agrees, (channel.world - 1) * mapping.channels, 0), waiters):
             source = (channel.rank + 1 + index // mapping.channels) % channel.world
             tile = channel.rank * mapping.channels + index % mapping.channels
             tiles.consumer_tile_wait(channel, mapping, tile, source=source)
+    if trace is not None:
+        _note(trace, tasks + tl.program_id(0), began, waits, 0)
+
+
+@triton.jit
+def _note(trace, row, first, second, third):  # type: ignore[no-untyped-def]
+    """Write three numbers, and the time, into a row of a trace."""
+    words = trace + tl.cast(row, tl.int64) * 4
+    tl.store(words, tl.cast(first, tl.int64))
+    tl.store(words + 1, tl.cast(second, tl.int64))
+    tl.store(words + 2, tl.cast(third, tl.int64))
+    tl.store(words + 3, now())
 
 
 @triton.jit

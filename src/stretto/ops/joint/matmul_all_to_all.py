@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`matmul_all_to_all`: a GEMM whose rows go to the ranks of their samples (Punniyamurthy et al., section 3.5).
+
+It has no kernel of its own: an all-to-all's schedule joins the GEMM's tiles (`kernel`), whose rows leave once they are
+multiplied.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stretto.collectives.schedule import Schedule
+from stretto.ops.choices import find_config
+from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
+from stretto.ops.gemm import GroupProduct, divide_up
+from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.registry import encode_schedule
+from stretto.ops.operator import (
+    Autograd,
+    count_product_flops,
+    define_operator,
+    find_group,
+    find_name,
+    require_operands,
+    save_operands,
+)
+
+_OPERATOR = "matmul_all_to_all"
+
+
+def matmul_all_to_all(
+    x: Tensor,
+    weight: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    implementation: str | KernelConfig = "auto",
+    schedule: str | Schedule | None = None,
+) -> Tensor:
+    """x times weight's transpose, whose rows an all-to-all exchanges: [m, k], [n, k] -> [m, n].
+
+    Block s of the output's rows, m / world each, is this rank's block of rank s's product: of a layer over the global
+    batch, each rank gets the vectors of its samples from all ranks' layers, which may differ.
+
+    bf16, fp16 or fp32, all of one dtype and shape on all ranks; rows travel in it. bias: [n], this rank's own. group:
+    None for all ranks. x is contiguous; weight is, or its transpose. Gradients return by the group's own all-to-all.
+    implementation: "auto" and "library" (a GEMM, then an all-to-all; a kernel was not measured to be faster), "kernel"
+    (by the schedule "direct-all-to-all") or a `KernelConfig`. schedule: an all-to-all's algorithm by name, or any
+    verified `Schedule` of one, which runs in the GEMM's kernel. ValueError for other input (m that the group does not
+    divide, say); PeerError for a rank that does not call.
+    """
+    how, name = encode_implementation(implementation), find_name(group)
+    if schedule is None and how not in ("auto", "library"):
+        schedule = "direct-all-to-all"
+    if schedule is not None:
+        how = encode_schedule(_OPERATOR, schedule, how, name)
+    return _call(x, weight, bias, name, "library" if how == "auto" else how)
+
+
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    def compute(config: KernelConfig) -> Tensor:
+        return _compute(config, x, weight, bias, group)
+
+    return compute(
+        find_config(
+            _OPERATOR, x, weight, bias, group, implementation, run=compute,
+            check=lambda: _require(x, weight, bias, group, implementation),
+        )
+    )  # fmt: skip
+
+
+def _compute(config: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    if config == LIBRARY:
+        product = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+        return _exchange(product, group)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    launch_joint(_OPERATOR, config, GroupProduct(x, weight, bias, out, group), x.dtype)
+    return out
+
+
+def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> None:
+    require_operands(_OPERATOR, x, weight, bias, implementation)
+    world = find_group(group).size()
+    if x.shape[0] % world:
+        more = divide_up(x.shape[0], world) * world
+        raise ValueError(f"{_OPERATOR}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
+    _require(x, weight, bias, group, implementation)
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, ctx.group, _ = inputs
+    ctx.has_bias = bias is not None
+    save_operands(ctx, x, weight)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """C = all_to_all(x @ W.T): with dP = all_to_all(dC), dx is dP @ W, and dW is dP.T @ x."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    of_product = torch.ops.stretto.all_to_all_rows(grad.contiguous(), ctx.group)
+    return (
+        of_product @ weight if needs_x else None,
+        of_product.t() @ x if needs_weight else None,
+        of_product.sum(0) if ctx.has_bias and needs_bias else None,
+        None,
+        None,
+    )
+
+
+def _exchange_rows(x: Tensor, group: str) -> Tensor:
+    """All-to-all of x's rows [m, n] in equal blocks, by the group's own backend; it is its own inverse."""
+    world = find_group(group).size()
+    sizes, functional = [x.shape[0] // world] * world, torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), sizes, sizes, group))
+
+
+def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _return_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.stretto.all_to_all_rows(grad.contiguous(), ctx.group), None
+
+
+_exchange = define_operator(
+    "all_to_all_rows", _exchange_rows, fake=lambda x, group: torch.empty_like(x),
+    autograd=Autograd(_save_group, _return_rows),
+)  # fmt: skip
+_call = define_operator(
+    _OPERATOR, _run, fake=_fake, count_flops=count_product_flops, autograd=Autograd(_save, _differentiate)
+)
