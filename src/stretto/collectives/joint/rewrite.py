@@ -70,11 +70,14 @@ def cut_chunks(joint: JointSchedule, rows: int, most: int) -> JointSchedule:
         moves = []
         for move in plan.moves:
             for piece in range(-(-_count(move.sources[0].rows) // of_piece)):
-                sources, destinations = (
-                    tuple(one._replace(rows=cut(one.rows, piece), channel=number(one.channel, piece)) for one in side)
-                    for side in move
+                sources = (
+                    one._replace(rows=cut(one.rows, piece), channel=number(one.channel, piece)) for one in move.sources
                 )
-                moves.append(Move(sources, destinations))
+                destinations = (
+                    one._replace(rows=cut(one.rows, piece), channel=number(one.channel, piece))
+                    for one in move.destinations
+                )
+                moves.append(Move(tuple(sources), tuple(destinations)))
         starts: dict[int, int] = {}
         for tile in sorted(plan.tiles):
             starts.setdefault(tile.channel, tile.start)

@@ -15,7 +15,7 @@ from stretto.collectives.schedule import Schedule
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, divide_up
-from stretto.ops.joint.kernel import launch_joint
+from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
     Autograd,
