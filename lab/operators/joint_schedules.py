@@ -213,7 +213,7 @@ def _predict(setting: JointSchedulesSetting, cluster: Cluster, operator: str, m:
     """The simulated columns, with the speeds that the cluster file has, of GPUs of 132 multiprocessors."""
     assert setting.ranks is not None
     name, (m, n, k) = OPERATORS[operator], local_shape(operator, setting.case, m, setting.ranks)
-    costs = ProductCosts.of_gpu(cluster.gpu, n, k)
+    costs = ProductCosts.of_gpu(cluster.gpu, n, k, LATENCY)
     joints = {key: one for key, one in list_configs(setting, name, setting.ranks).items() if one.schedule}
     simulated = {key: _simulate(name, one, setting.ranks, m, cluster, costs, 132) for key, one in joints.items()}
     row = {"gemm": 2e3 * m * n * k / costs.flops, "predicted": simulated["direct"]}

@@ -348,7 +348,7 @@ def _show_in_operator(
     from stretto.collectives.verifier import verify
     from stretto.report.joint import plot_joint, read_call  # imports matplotlib
     from stretto.simulator.network import of_cluster
-    from stretto.simulator.schedules.joint import ProductCosts, simulate_joint
+    from stretto.simulator.schedules.joint import LATENCY, ProductCosts, simulate_joint
 
     require_operator(operator)
     if operator in ROUTED:
@@ -367,7 +367,7 @@ def _show_in_operator(
     if errors := verify_joint(joint):
         raise ValueError(f"{shown_name(schedule.name)} in {operator}: {errors[0]}")
     machine = Cluster.find(cluster)
-    time = simulate_joint(joint, of_cluster(machine, ranks), ProductCosts.of_gpu(machine.gpu, n, k))
+    time = simulate_joint(joint, of_cluster(machine, ranks), ProductCosts.of_gpu(machine.gpu, n, k, LATENCY))
     title = f"{shown_name(schedule.name)} in {operator}, {m} x {n} x {k}, {ranks} ranks of {machine.name}"
     plot_joint(time, title, picture, traced)
     print(f"{title}: {1e6 * time.seconds:,.0f} us, {1e6 * time.exposed:,.0f} beyond the product ({time.fidelity})")

@@ -9,7 +9,7 @@ from tests.collectives.joint.random_algorithms import COLLECTIVES, random_schedu
 
 from stretto.collectives import AllReduce, verify
 from stretto.collectives.algorithms import find
-from stretto.collectives.joint.rewrite import cross_nodes, keep_needed, pull
+from stretto.collectives.joint.rewrite import cross_nodes, cut_chunks, keep_needed, pull, read_own_rows
 from stretto.collectives.joint.schedule import (
     INPUT,
     LANDED,
@@ -38,6 +38,10 @@ def random_joint(rng, operator):
     joint = join(operator, schedule, rows, rng.choice([4, 16]))
     if operator == "all_gather_attention":  # of a mask that lets each rank see some chunks of others
         joint = keep_needed(joint, [set(rng.sample(range(joint.channels), joint.channels // 2)) for _ in range(ranks)])
+    elif rng.random() < 0.5:
+        joint = cut_chunks(joint, rng.randint(1, 12), 4)
+    if operator == "all_gather_matmul" and rng.random() < 0.4:
+        return read_own_rows(joint)
     if joint.is_gather and rng.random() < 0.5:
         return pull(joint)
     if operator != "all_gather_attention" and rng.random() < 0.5:
@@ -51,6 +55,22 @@ def test_random_verified_schedules_are_proved(operator):
     rng = random.Random(SEED)
     for _ in range(40):
         assert verify_joint(random_joint(rng, operator)) == []
+
+
+def test_pieces_end_where_tiles_do_and_own_rows_are_read_first_without_a_copy():
+    ring = find("ring-all-gather").compile(ranks=2)
+    joint = read_own_rows(cut_chunks(join("all_gather_matmul", ring, 40, 8), 10, 8))
+    assert verify_joint(joint) == []
+    own, (first, *_) = [tile for tile in joint.ranks[1].tiles if tile.sender == NOBODY], joint.ranks[1].moves
+    assert [tile.start for tile in joint.ranks[1].tiles] == [40, 48, 56, 64, 72, 0, 8, 16, 24, 32]
+    assert own == list(joint.ranks[1].tiles[:5])
+    assert first == Move(
+        (Source(Rows(INPUT, 0, 16)),), (Destination(0, Rows(LANDED, 40, 56), first.destinations[0].channel),)
+    )
+    assert len(joint.ranks[1].moves) == 3  # of 16, 16 and 8 rows, to the other rank alone
+    assert len({tile.channel for tile in joint.ranks[1].tiles[5:]}) == 3
+    late = change_plan(joint, 1, tiles=(*joint.ranks[1].tiles[5:], *own))
+    assert "do not come first" in verify_joint(late)[0]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 5])

@@ -6,6 +6,7 @@ Each is a function from one schedule to another, which `verify_joint` proves aga
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from stretto.collectives.joint.schedule import (
     INPUT,
@@ -22,6 +23,8 @@ from stretto.collectives.joint.schedule import (
     Source,
     find_times,
 )
+
+_End = TypeVar("_End", Source, Destination)
 
 
 def read_own_rows(joint: JointSchedule) -> JointSchedule:
@@ -40,7 +43,7 @@ def read_own_rows(joint: JointSchedule) -> JointSchedule:
             )
             for move in plan.moves
         )
-        tiles = [tile._replace(sender=NOBODY) for tile in plan.tiles if tile.start in own]
+        tiles = [tile._replace(sender=NOBODY, channel=NOBODY) for tile in plan.tiles if tile.start in own]
         tiles += [tile for tile in plan.tiles if tile.start not in own]
         moves = tuple(move._replace(destinations=to) for move, to in left if to)
         plans.append(plan._replace(moves=moves, tiles=tuple(tiles)))
@@ -58,26 +61,21 @@ def cut_chunks(joint: JointSchedule, rows: int, most: int) -> JointSchedule:
         return joint
     of_piece = -(-longest // (pieces * joint.block_rows)) * joint.block_rows
 
-    def cut(rows: Rows, piece: int) -> Rows:
-        start = rows.start + piece * of_piece
-        return rows._replace(start=start, stop=min(start + of_piece, rows.stop))
-
     def number(channel: int, piece: int) -> int:
         return NOBODY if channel == NOBODY else channel * pieces + piece
 
+    def cut(one: _End, piece: int) -> _End:
+        start = one.rows.start + piece * of_piece
+        rows = one.rows._replace(start=start, stop=min(start + of_piece, one.rows.stop))
+        return one._replace(rows=rows, channel=number(one.channel, piece))
+
     plans = []
     for plan in joint.ranks:
-        moves = []
-        for move in plan.moves:
-            for piece in range(-(-_count(move.sources[0].rows) // of_piece)):
-                sources = (
-                    one._replace(rows=cut(one.rows, piece), channel=number(one.channel, piece)) for one in move.sources
-                )
-                destinations = (
-                    one._replace(rows=cut(one.rows, piece), channel=number(one.channel, piece))
-                    for one in move.destinations
-                )
-                moves.append(Move(tuple(sources), tuple(destinations)))
+        moves = tuple(
+            Move(tuple(cut(one, piece) for one in move.sources), tuple(cut(to, piece) for to in move.destinations))
+            for move in plan.moves
+            for piece in range(-(-_count(move.sources[0].rows) // of_piece))
+        )
         starts: dict[int, int] = {}
         for tile in sorted(plan.tiles):
             starts.setdefault(tile.channel, tile.start)
@@ -85,7 +83,7 @@ def cut_chunks(joint: JointSchedule, rows: int, most: int) -> JointSchedule:
             tile._replace(channel=number(tile.channel, (tile.start - starts[tile.channel]) // of_piece))
             for tile in plan.tiles
         )
-        plans.append(RankPlan(tuple(moves), tiles))
+        plans.append(RankPlan(moves, tiles))
     return replace(joint, ranks=tuple(plans), channels=joint.channels * pieces)
 
 

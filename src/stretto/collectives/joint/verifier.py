@@ -156,7 +156,8 @@ def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
     if any(tile.sender == NOBODY for tile in joint.ranks[rank].tiles[len(own) :]):
         yield f"rank {rank}: tiles of its own rows of x do not come first"
     for tile in own:
-        if not joint.reads_own or not rank * joint.rows <= tile.start < tile.stop <= (rank + 1) * joint.rows:
+        is_own = rank * joint.rows <= tile.start < tile.stop <= (rank + 1) * joint.rows and tile.channel == NOBODY
+        if not (joint.reads_own and is_own):
             yield f"rank {rank}: the tile of rows {tile.start} to {tile.stop - 1} waits for no one, and is not of x"
     for one, other in zip_longest(chain(*covered), chain(*needed)):
         if one != other:
@@ -164,7 +165,9 @@ def _find_bad_tiles(joint: JointSchedule, rank: int) -> Iterator[str]:
             yield f"rank {rank}: row {row} of the product is of no tile, or of two"
             break
     for tile in tiles:
-        if not 0 < tile.stop - tile.start <= joint.block_rows or not 0 <= tile.channel < joint.channels:
+        if not 0 < tile.stop - tile.start <= joint.block_rows or not (
+            tile in own or 0 <= tile.channel < joint.channels
+        ):
             yield f"rank {rank}: there is no tile of rows {tile.start} to {tile.stop - 1} on channel {tile.channel}"
         if not joint.is_gather and tile.sender != rank:
             yield f"rank {rank}: the tile of rows {tile.start} to {tile.stop - 1} signals rank {tile.sender}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stretto.collectives.joint.schedule import JointSchedule, Move
 
 LATENCY = 5e-6
-"""Seconds of a launch, a wait or a signal: between 3 and 7 on H100 and H200 (docs/decisions/011-copy-engines.md)."""
+"""Seconds of a launch, a wait or a signal: 2 to 7 us on H100 (docs/decisions/011-copy-engine-collectives.md)."""
 _NOBODY, _INPUT = -1, 0  # of `stretto.collectives.joint.schedule`, which imports torch
 
 
@@ -50,13 +50,13 @@ class ProductCosts:
             raise ValueError(f"movers = {self.movers}: must be a part of the GPU, at least 0 and less than 1")
 
     @classmethod
-    def of_gpu(cls, gpu: GPU, columns: int, depth: int) -> "ProductCosts":
+    def of_gpu(cls, gpu: GPU, columns: int, depth: int, latency: float = 0.0) -> "ProductCosts":
         """The costs on a cluster's GPU, of 16 bits. ValueError where the cluster does not say its speeds."""
         flops = gpu.empirical_flops.bf16 or gpu.peak_flops.bf16
         memory = gpu.measured_memory_bandwidth or gpu.memory_bandwidth
         if flops is None or memory is None:
             raise ValueError(f"the cluster does not say the bf16 FLOP/s and the memory bandwidth of its {gpu.name}")
-        return cls(flops, memory, columns, depth, latency=LATENCY)
+        return cls(flops, memory, columns, depth, latency=latency)
 
 
 class Interval(NamedTuple):
