@@ -430,8 +430,9 @@ def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
 
 
 @pytest.mark.long
-def test_the_native_proxy_works_while_python_holds_the_interpreter():
-    """Descriptors are written, and a second passes, in calls that do not release the GIL."""
+@pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_the_native_proxy_works_while_python_holds_the_interpreter(seconds):
+    """Descriptors are written, and seconds pass, in calls that do not release the GIL."""
     holding = ctypes.PyDLL(None)
     with Pair("native") as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
@@ -444,7 +445,7 @@ def test_the_native_proxy_works_while_python_holds_the_interpreter():
         target, source = ctypes.c_void_p(fifo.words.data_ptr()), ctypes.c_void_p(prepared.words.data_ptr())
         before = [proxy.count_calls() for proxy in pair.proxies]
         holding.memmove(target, source, ctypes.c_size_t(60 * 32))
-        holding.usleep(1_000_000)
+        holding.usleep(seconds * 1_000_000)
         assert counters[0] == 61
         after = [proxy.count_calls() for proxy in pair.proxies]
         # A call sends, or receives, several small puts, and acknowledges many.
