@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import triton
+import triton.language as tl
 
 from stretto import ops
 from stretto.collectives.executor.cuda import CollectiveWorkspace, InterpretedSchedule, Variant
@@ -88,6 +90,45 @@ def test_slices_arrive_whole_past_late_ranks_broken_connections_and_graphs(run_r
     print(f"seed {SEED}")
     nodes = f"2x{world // 2}"
     assert run_ranks(world, gather_in_many_calls, nodes, proxy, SEED, timeout=300.0) == [[]] * world
+
+
+@triton.jit
+def double(x, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at) * 2)
+
+
+def load_while_a_kernel_waits(nodes: str) -> tuple[bool, bool]:
+    """A kernel waits for the last rank, which comes a second later; meanwhile another one is launched for the first
+    time, for which CUDA may wait for all that runs. Whether the slices, and that kernel's output, are right."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    with (
+        mock.patch.dict(os.environ, {"STRETTO_NODES": nodes}),
+        PutChannel.allocate(slots=4, slot_bytes=16384, timeout=60.0) as channel,
+    ):
+        shard, out = make_shard(5000, rank, 0), torch.zeros(world, 5000, dtype=torch.int32, device="cuda")
+        x = torch.ones(256, device="cuda")
+        channel.all_gather(shard, out)
+        torch.cuda.synchronize()
+        if rank == world - 1:
+            time.sleep(1.0)
+        shard.add_(1)
+        channel.all_gather(shard, out)
+        other = torch.cuda.Stream()
+        with torch.cuda.stream(other):
+            double[(1,)](x, 256)
+            is_doubled = bool((x == 2).all()) and bool((torch.special.airy_ai(x) > 0).all())
+        right = torch.stack([make_shard(5000, peer, 1) for peer in range(world)])
+        is_gathered = torch.equal(out, right)
+        channel.check()
+        dist.barrier()
+    return is_gathered, is_doubled
+
+
+@pytest.mark.ranks(2, among=(2,), own=(2, 4))
+def test_a_kernels_first_launch_while_another_waits_for_a_put_ends(run_ranks: Run, world: int):
+    found = run_ranks(world, load_while_a_kernel_waits, f"2x{world // 2}", timeout=120.0)
+    assert found == [(True, True)] * world
 
 
 def run_schedules_between_nodes(nodes: str, seed: int) -> list[tuple[Any, ...]]:

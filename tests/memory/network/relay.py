@@ -18,7 +18,7 @@ class Relay:
     cut_every: on average a connection is cut after so many frames, in the middle of one; 0: never. window: frames of
     puts that it holds back, to pass them on in another order. is_down: it accepts nothing and cuts what there is.
     cuts_next: the next frame is cut in its middle. hides_ends: of a connection's end the other side hears only once it
-    sends something.
+    sends something. accepted: the connections so far.
     """
 
     def __init__(self, target, seed, *, window=1, cut_every=0):
@@ -29,7 +29,7 @@ class Relay:
         self._open = set()
         self._lock = threading.Lock()
         self.is_down = self.cuts_next = self.hides_ends = False
-        self.cuts = self.reordered = 0
+        self.cuts = self.reordered = self.accepted = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self):
@@ -45,6 +45,7 @@ class Relay:
                     near.close()
                     continue
                 with self._lock:
+                    self.accepted += 1
                     self._open |= {near, far}
                 for ends in ((near, far), (far, near)):
                     threading.Thread(target=self._pass_on, args=ends, daemon=True).start()

@@ -72,7 +72,7 @@ def find_pinned_threads(folder):
 @pytest.mark.parametrize("proxy", ["python", "native"])
 def test_a_proxys_thread_is_pinned_near_its_interface(ranks, tmp_path, proxy):
     for count, own in ranks(2).run(on_nodes, "2x1", proxy, find_pinned_threads, tmp_path):
-        assert count == 1
+        assert count == 1 + (proxy == "native" and NativeProxy.SENDS_APART)
         assert own == os.sched_getaffinity(0)
 
 

@@ -114,6 +114,34 @@ def test_signals_come_in_order_after_their_bytes_whatever_the_network_does(kind)
         assert min(pair.relay.cuts, pair.relay.reordered) > 0
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_much_that_kernels_put_both_ways_arrives_whole_past_broken_connections(window, monkeypatch):
+    """2 MB are in a FIFO at once, more than a socket takes, which a second thread sends."""
+    monkeypatch.setattr(NativeProxy, "SENDS_APART", True)
+    print(f"seed {SEED}")
+    rng, half, puts = random.Random(SEED), SIZE // 2, 60
+    with Pair("native", window=window) as pair:
+        fifos = [Fifo.allocate(64) for _ in range(2)]
+        for proxy, fifo in zip(pair.proxies, fifos, strict=True):
+            proxy.add_fifo(fifo, True)
+        for number in range(12):
+            for rank in range(2):
+                pair.buffer(rank)[half:] = torch.randint(256, (half,), dtype=torch.uint8)
+                for _ in range(puts):
+                    fifos[rank].post(Put(1 - rank, 0, half, 0, 0, half, 2), LIMIT)
+                pair.proxies[rank].wake()
+            if number % 3 == 2:
+                time.sleep(rng.choice((0.0, 0.001, 0.005)))
+                breaking = rng.randrange(2)
+                pair.proxies[breaking].break_connection(1 - breaking)
+            for rank in range(2):
+                wait_for(lambda rank=rank, number=number: pair.seen(rank, 2) == (number + 1) * puts)
+                assert torch.equal(pair.buffer(rank)[:half], pair.buffer(1 - rank)[half:])
+        assert pair.relay.accepted <= 1 + 4  # no frame was refused, after which a connection would be opened again
+        for proxy, fifo in zip(pair.proxies, fifos, strict=True):
+            proxy.remove_fifo(fifo)
+
+
 @each_proxy
 def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends(kind):
     """A kernel's last puts and credits, of which no wake tells: the peers wait for them."""
@@ -402,8 +430,9 @@ def test_100_000_mutated_frames_and_descriptors_write_nothing_outside(kind):
 
 
 @pytest.mark.long
-def test_the_native_proxy_works_while_python_holds_the_interpreter():
-    """Descriptors are written, and a second passes, in calls that do not release the GIL."""
+@pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.exhaustive)])
+def test_the_native_proxy_works_while_python_holds_the_interpreter(seconds):
+    """Descriptors are written, and seconds pass, in calls that do not release the GIL."""
     holding = ctypes.PyDLL(None)
     with Pair("native") as pair:
         pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
@@ -416,7 +445,7 @@ def test_the_native_proxy_works_while_python_holds_the_interpreter():
         target, source = ctypes.c_void_p(fifo.words.data_ptr()), ctypes.c_void_p(prepared.words.data_ptr())
         before = [proxy.count_calls() for proxy in pair.proxies]
         holding.memmove(target, source, ctypes.c_size_t(60 * 32))
-        holding.usleep(1_000_000)
+        holding.usleep(seconds * 1_000_000)
         assert counters[0] == 61
         after = [proxy.count_calls() for proxy in pair.proxies]
         # A call sends, or receives, several small puts, and acknowledges many.

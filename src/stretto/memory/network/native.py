@@ -18,10 +18,11 @@ from stretto.memory.symmetric import MASK
 from stretto.native_code import NativeLibrary
 
 _FAILURE_BYTES = 512
+_CORES_TO_SEND_APART = 4  # on two, another thread only takes the first one's place
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "proxy_open": (
         ctypes.c_void_p,
-        (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_double, ctypes.c_char_p, ctypes.c_void_p),
+        (ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_double, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p),
     ),
     "proxy_add_peer": (None, (ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int)),
     "proxy_start": (None, (ctypes.c_void_p,)),
@@ -84,13 +85,15 @@ class NativeProxy:
     """
 
     LONGEST_PAUSE: float | None = 0.02
+    SENDS_APART = len(os.sched_getaffinity(0)) >= _CORES_TO_SEND_APART
+    """Whether a second thread sends what kernels put much of."""
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = load_library()
         self._world = world
         port = ctypes.c_int(0)
         self._handle: int | None = self._library.proxy_open(
-            rank, world, token, limit, address.encode(), ctypes.byref(port)
+            rank, world, token, limit, self.SENDS_APART, address.encode(), ctypes.byref(port)
         )
         if port.value < 0:
             self._library.proxy_free(self._handle)

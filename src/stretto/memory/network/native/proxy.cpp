@@ -9,7 +9,8 @@
 // posted sends what it can itself (`wake`), and one that waits (`pause`) receives and sends in the thread's place, so
 // that a put passes no more threads than a message of a socket does. The thread meanwhile waits for wake-ups alone (it is
 // parked), and watches the connections again a millisecond after the last caller left. Where kernels write to FIFOs,
-// callers leave all work to the thread.
+// callers leave all work to the thread; and where there are cores enough, it leaves to a second one, the sender, what a
+// connection has to send once that is much, so that each way has a core. The sender holds the mutex except in `sendmsg`.
 //
 // No wake-up is lost. Before the thread sleeps it sets `is_asleep_`, then looks at the FIFOs once more; whoever posts
 // writes its descriptor, then reads `is_asleep_`, unless it has taken the mutex and looks at the FIFOs itself. Fences
@@ -48,6 +49,7 @@ constexpr uint64_t kMaxPutBytes = 1ull << 30, kPhase = 1ull << 63, kLocalRegions
 constexpr size_t kMaxStrangers = 64, kBuffersAtOnce = 64, kBatch = 256, kInboxBytes = 4096;
 constexpr uint64_t kMaxOwed = 64;         // puts that are not acknowledged,
 constexpr int kAtOnce = 1 << 18, kWorthWaiting = 1 << 14;  // bytes of a payload that are awaited before they are read
+constexpr uint64_t kWorthAThread = 1 << 18;  // bytes that a connection has to send
 constexpr double kAckSeconds = 0.001;     // and how long: a put of this rank's own acknowledges, too
 constexpr double kMaxSilence = 5.0;       // or a quarter of the limit: then a frame finds out whether the peer hears
 constexpr double kGreetingSeconds = 5.0, kFirstPause = 0.01, kLongestPause = 0.5, kCheckSeconds = 0.02;
@@ -56,6 +58,7 @@ constexpr double kPollSeconds = 0.002;      // between looks at those FIFOs, lat
 constexpr double kLongestSleep = 0.5;
 constexpr double kHoldSeconds = 0.001;      // after a caller's work, until the thread looks at connections again
 constexpr double kLivelySeconds = 0.01;     // since then, before the thread sleeps longer than that while callers wait
+constexpr timespec kLookForRoom{0, 2'000'000};
 constexpr double kLookSeconds = 0.0002;     // of a caller who leaves the work to others
 
 enum Call { kPolls, kSends, kReceives, kWakes, kCalls };
@@ -119,15 +122,24 @@ struct Link {
 struct Part {
   Frame header;
   const uint8_t* payload;
+
+  uint64_t size() const { return sizeof(Frame) + (payload ? header.size : 0); }
 };
 
 struct Connection {
   int fd = -1;
   int peer = -1;
   bool is_open = false, has_greeted = false, is_closed = false;
+
+  void add(const Frame& frame, const uint8_t* payload) {
+    outgoing.push_back({frame, payload});
+    waiting += outgoing.back().size();
+  }
+
   double began = now();
   std::deque<Part> outgoing;
-  uint64_t written = 0;  // bytes of the first part
+  uint64_t written = 0, waiting = 0;             // bytes of the first part; of all parts that are left
+  bool is_handed = false, is_sending = false;    // to the sender; which is in `sendmsg` with it
   Frame frame;
   uint64_t filled = 0;
   bool in_payload = false;
@@ -155,7 +167,8 @@ bool parse_address(const std::string& host, int port, sockaddr_storage* out, soc
 
 class Proxy {
  public:
-  Proxy(int rank, int world, const uint8_t* token, double limit) : rank_(rank), world_(world), limit_(limit) {
+  Proxy(int rank, int world, const uint8_t* token, double limit, bool sends_apart)
+      : rank_(rank), world_(world), limit_(limit), sends_apart_(sends_apart) {
     memcpy(token_, token, 16);
     links_.resize(world);
   }
@@ -194,6 +207,7 @@ class Proxy {
   }
 
   void start() {
+    if (sends_apart_) sender_ = std::thread([this] { run_sender(); });
     thread_ = std::thread([this] { run(); });
   }
 
@@ -224,6 +238,12 @@ class Proxy {
                       [&](const Part& part) { return part.payload >= begin && part.payload < end; })) {
         close_connection(connection.get(), "memory was freed that it was to send");
       }
+    }
+    while (std::any_of(connections_.begin(), connections_.end(),
+                       [](const auto& connection) { return connection->is_closed && connection->is_sending; })) {
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(10));
+      lock.lock();
     }
     regions_.erase(found);
   }
@@ -368,6 +388,7 @@ class Proxy {
         return std::all_of(links_.begin(), links_.end(), [](const Link& link) { return link.unacknowledged.empty(); });
       });
       is_closing_ = true;
+      has_backlog_.notify_one();
       kick();
       if (drivers_ > 0) nudge();
     }
@@ -392,6 +413,10 @@ class Proxy {
   void run() {
     std::unique_lock lock(mutex_);
     while (!is_closing_) take_turn(lock, kLongestSleep, true);
+    lock.unlock();
+    if (sender_.joinable()) sender_.join();
+    lock.lock();
+    for (auto& connection : connections_) connection->is_handed = false;
     for (int peer = 0; peer < world_; ++peer) {
       if (links_[peer].is_up) send(peer, make(kBye, links_[peer].received), nullptr);
     }
@@ -404,6 +429,40 @@ class Proxy {
     }
     for (auto& connection : connections_) connection->is_closed = true;
     sweep();
+  }
+
+  // Sends what connections have handed over, until a call waits for room for it.
+  void run_sender() {
+    std::unique_lock lock(mutex_);
+    while (!is_closing_) {
+      std::vector<pollfd> full;
+      bool has_sent = false;
+      for (size_t index = 0; index < connections_.size(); ++index) {
+        Connection* connection = connections_[index].get();
+        if (!connection->is_handed || connection->is_closed) continue;
+        connection->is_sending = true;
+        bool has_room = false;
+        try {
+          has_room = send_some(connection, &lock);
+          connection->is_sending = false;
+        } catch (const Refused& why) {
+          connection->is_sending = false;
+          close_connection(connection, why);
+        }
+        if (connection->outgoing.empty()) connection->is_handed = false;
+        has_sent = has_sent || has_room;
+        if (!has_room && !connection->is_closed) full.push_back({connection->fd, POLLOUT, 0});
+      }
+      if (has_sent) continue;
+      if (full.empty()) {
+        has_backlog_.wait(lock);
+        continue;
+      }
+      lock.unlock();
+      ++calls_[kPolls];
+      (void)ppoll(full.data(), full.size(), &kLookForRoom, nullptr);
+      lock.lock();
+    }
   }
 
   void take_turn(std::unique_lock<std::mutex>& lock, double seconds, bool is_thread) {
@@ -424,7 +483,7 @@ class Proxy {
 
   bool has_outgoing() {
     return std::any_of(connections_.begin(), connections_.end(),
-                       [](const auto& each) { return !each->is_closed && !each->outgoing.empty(); });
+                       [](const auto& each) { return !each->is_closed && !each->is_handed && !each->outgoing.empty(); });
   }
 
   double choose_sleep(double worked) {
@@ -633,7 +692,7 @@ class Proxy {
   void send(int peer, const Frame& frame, const uint8_t* payload) {
     Connection* connection = find(peer);
     if (!connection || !connection->has_greeted) return;
-    connection->outgoing.push_back({frame, payload});
+    connection->add(frame, payload);
     links_[peer].spoke = now();
   }
 
@@ -697,8 +756,12 @@ class Proxy {
     if (connection->is_closed) return;
     connection->is_closed = true;
     connection->target = nullptr;
-    ::close(connection->fd);
-    connection->fd = -1;
+    if (connection->is_sending) {  // `sweep` closes it: another file may get its number
+      (void)shutdown(connection->fd, SHUT_RDWR);
+    } else {
+      ::close(connection->fd);
+      connection->fd = -1;
+    }
     int peer = connection->peer;
     if (peer < 0 || find(peer)) return;
     if (peer > rank_ && addresses_.count(peer) && !retries_.count(peer)) {
@@ -713,8 +776,9 @@ class Proxy {
 
   void sweep() {
     swept_ += std::erase_if(connections_, [](const auto& connection) {
-      if (connection->is_closed && connection->fd >= 0) ::close(connection->fd);
-      return connection->is_closed;
+      if (!connection->is_closed || connection->is_sending) return false;
+      if (connection->fd >= 0) ::close(connection->fd);
+      return true;
     });
   }
 
@@ -734,7 +798,8 @@ class Proxy {
     } else {
       polled.push_back({listener_, POLLIN, 0});
       for (auto& connection : connections_) {
-        bool writes = !connection->is_open || !connection->outgoing.empty();
+        if (connection->is_closed) continue;
+        bool writes = !connection->is_open || (!connection->outgoing.empty() && !connection->is_handed);
         polled.push_back({connection->fd, short(POLLIN | (writes ? POLLOUT : 0)), 0});
         served.push_back(connection.get());
       }
@@ -789,49 +854,61 @@ class Proxy {
   }
 
   void greet(Connection* connection) {
-    connection->outgoing.push_back({make(kHello, links_[connection->peer].received), nullptr});
+    connection->add(make(kHello, links_[connection->peer].received), nullptr);
   }
 
   void flush(Connection* connection) {
-    while (!connection->is_closed && connection->is_open && !connection->outgoing.empty()) {
-      iovec parts[2 * kBuffersAtOnce];
-      size_t count = 0;
-      ssize_t asked = 0;
-      uint64_t skip = connection->written;
-      for (size_t index = 0; index < std::min(connection->outgoing.size(), kBuffersAtOnce); ++index) {
-        Part& part = connection->outgoing[index];
-        uint8_t* header = reinterpret_cast<uint8_t*>(&part.header);
-        if (skip < sizeof(Frame)) {
-          parts[count++] = {header + skip, sizeof(Frame) - skip};
-          skip = 0;
-        } else {
-          skip -= sizeof(Frame);
-        }
-        if (part.payload && part.header.size > skip) {
-          parts[count++] = {const_cast<uint8_t*>(part.payload) + skip, size_t(part.header.size - skip)};
-        }
-        skip = 0;
+    while (!connection->is_closed && connection->is_open && !connection->is_handed && !connection->outgoing.empty()) {
+      if (has_polled_ && sends_apart_ && !is_closing_ && connection->waiting >= kWorthAThread) {
+        connection->is_handed = true;
+        has_backlog_.notify_one();
+      } else if (!send_some(connection, nullptr)) {
+        return;
       }
-      for (size_t index = 0; index < count; ++index) asked += parts[index].iov_len;
-      msghdr message{};
-      message.msg_iov = parts;
-      message.msg_iovlen = count;
-      ++calls_[kSends];
-      ssize_t sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL);
-      if (sent < 0) {
-        if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) return;
-        throw Refused(strerror(errno));
-      }
-      connection->written += sent;
-      while (!connection->outgoing.empty()) {
-        Part& part = connection->outgoing.front();
-        uint64_t whole = sizeof(Frame) + (part.payload ? part.header.size : 0);
-        if (connection->written < whole) break;
-        connection->written -= whole;
-        connection->outgoing.pop_front();
-      }
-      if (sent < asked) return;  // its buffer is full
     }
+  }
+
+  // Sends the first parts, without the mutex if its lock is given. Returns whether all of them went: there is room.
+  bool send_some(Connection* connection, std::unique_lock<std::mutex>* lock) {
+    iovec parts[2 * kBuffersAtOnce];
+    size_t count = 0;
+    ssize_t asked = 0;
+    uint64_t skip = connection->written;
+    for (size_t index = 0; index < std::min(connection->outgoing.size(), kBuffersAtOnce); ++index) {
+      Part& part = connection->outgoing[index];  // stays where it is while others are added
+      uint8_t* header = reinterpret_cast<uint8_t*>(&part.header);
+      if (skip < sizeof(Frame)) {
+        parts[count++] = {header + skip, sizeof(Frame) - skip};
+        skip = 0;
+      } else {
+        skip -= sizeof(Frame);
+      }
+      if (part.payload && part.header.size > skip) {
+        parts[count++] = {const_cast<uint8_t*>(part.payload) + skip, size_t(part.header.size - skip)};
+      }
+      skip = 0;
+    }
+    for (size_t index = 0; index < count; ++index) asked += parts[index].iov_len;
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    ++calls_[kSends];
+    if (lock) lock->unlock();
+    ssize_t sent = sendmsg(connection->fd, &message, MSG_NOSIGNAL);
+    int error = errno;
+    if (lock) lock->lock();
+    if (connection->is_closed) return true;
+    if (sent < 0) {
+      if (error == EAGAIN || error == EWOULDBLOCK || error == EINTR) return false;
+      throw Refused(strerror(error));
+    }
+    connection->written += sent;
+    connection->waiting -= sent;
+    while (!connection->outgoing.empty() && connection->written >= connection->outgoing.front().size()) {
+      connection->written -= connection->outgoing.front().size();
+      connection->outgoing.pop_front();
+    }
+    return sent == asked;
   }
 
   bool receive(Connection* connection) {
@@ -945,7 +1022,7 @@ class Proxy {
     link.answer();
     for (auto& sent : link.unacknowledged) {
       sent.frame.received = link.received;
-      connection->outgoing.push_back({sent.frame, sent.payload});
+      connection->add(sent.frame, sent.payload);
     }
     flush(connection);
   }
@@ -1011,11 +1088,13 @@ class Proxy {
 
   const int rank_, world_;
   const double limit_;
+  const bool sends_apart_;
   uint8_t token_[16];
   std::string host_, broken_;
   int listener_ = -1, wakes_ = -1, nudges_ = -1;
   std::mutex mutex_;
-  std::thread thread_;
+  std::thread thread_, sender_;
+  std::condition_variable has_backlog_;
   bool is_closing_ = false, drops_ = false;  // drops_: payloads of more than a word, for a bench
   double checked_ = 0.0;
   std::atomic<uint64_t> calls_[kCalls] = {}, asked_ = 0;  // asked_: to wake
@@ -1042,8 +1121,9 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT void* proxy_open(int rank, int world, const uint8_t* token, double limit, const char* host, int* port) {
-  auto* proxy = new Proxy(rank, world, token, limit);
+EXPORT void* proxy_open(int rank, int world, const uint8_t* token, double limit, int sends_apart, const char* host,
+                        int* port) {
+  auto* proxy = new Proxy(rank, world, token, limit, sends_apart != 0);
   *port = proxy->listen_on(host);
   return proxy;
 }
