@@ -15,8 +15,9 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
@@ -32,6 +33,7 @@ from stretto.bench.settings import Layers, Needs, Option, Ranks, Rounds, require
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine, fused_blocks
+from stretto.ops.operator import all_reduce
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.capture import WARM_UP
@@ -57,6 +59,7 @@ class InferenceSetting:
     batches: Annotated[tuple[int, ...], Option("Requests that decode at a time, with commas.")] = (1, 8, 64)
     context: Annotated[int, Option("Tokens in the cache of a request that decodes.", least=1, most=MAX_LENGTH)] = 1024
     prompts: Annotated[tuple[int, ...], Option("Tokens of the prompts of prefills, with commas.")] = (2048,)
+    together: Annotated[int, Option("Also prefill so many prompts of each length at a time.", least=1, most=4096)] = 1
     new_tokens: Annotated[int, Option("Steps that decode, of which the mean counts.", least=8, most=4096)] = 64
     skip: Annotated[tuple[str, ...], Option(f"Peers to leave out: {', '.join(PEERS)}.")] = ()
     invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
@@ -109,8 +112,9 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     rows: list[dict[str, Any]] = []
     peers = {*PEERS[:3]}.difference(setting.skip) if ranks == 1 else set()
     plain = _make(setting, grid.device) if peers else None
-    most = max(setting.batches)
-    tokens = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), *setting.prompts) + 32
+    most = max(*setting.batches, setting.together)
+    longest = setting.together * (max(setting.prompts) + 32)
+    tokens = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), longest) + 32
     engines = {
         name: Engine(
             parallelize(_make(setting, grid.device), grid, invariant=name == "invariant"),
@@ -157,21 +161,23 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
             runs |= {name: partial(others[name], plain, setting, batch) for name in others if name in peers}
         predicted = _predict(setting, ranks, setting.prompts[0], batch)
         record(f"decode {batch}", None if predicted is None else predicted[1], _time(runs, setting.rounds), batch)
-    for length in setting.prompts:
-        runs = {name: partial(run, name, _prefill, length) for name in engines}
+    for count, length in product(sorted({1, setting.together}), setting.prompts):
+        runs = {name: partial(run, name, _prefill, count, length) for name in engines}
         if plain is not None:
             prefills = {"generate": _prefill_by_generate, "gpt-fast": _prefill_by_gpt_fast}
-            runs |= {name: partial(prefills[name], plain, length) for name in prefills if name in peers}
+            runs |= {name: partial(prefills[name], plain, count, length) for name in prefills if name in peers}
         predicted = _predict(setting, ranks, length, 1)
         seconds = _time(runs, max(setting.rounds, WARM_UP + 1))  # replays count
-        record(f"prefill {length}", None if predicted is None else predicted[0], seconds, length)
+        what = f"prefill {length}" if count == 1 else f"prefill {count} x {length}"
+        record(what, None if predicted is None else _repeat(predicted[0], count), seconds, count * length)
     for engine in engines.values():
         engine.close()
     return rows
 
 
 class SumsByLibrary(AbstractContextManager[None]):
-    """Within it, fused blocks call the product, an all-reduce and a kernel for the rest, one after another.
+    """Within it, fused blocks call the product, an all-reduce and a kernel for the rest, one after another; sums of
+    embeddings are all-reduces, too.
 
     how: "nccl" (the group's own library), or "symmetric-memory", which takes up to `rows` tokens.
     """
@@ -179,14 +185,14 @@ class SumsByLibrary(AbstractContextManager[None]):
     def __init__(self, how: str, rows: int) -> None:
         self._rows = rows
         self._buffer: Tensor | None = None
-        self._patch = mock.patch.object(fused_blocks, "matmul_all_reduce_norm", self.call)
+        self._patch = mock.patch.multiple(fused_blocks, matmul_all_reduce_norm=self.call, sum_rows=all_reduce)
         self._is_symmetric = how == "symmetric-memory"
 
     def __enter__(self) -> None:
-        self._patch.start()
+        self._patch.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        self._patch.stop()
+        self._patch.__exit__(None, None, None)
 
     def call(
         self,
@@ -296,12 +302,17 @@ def _decode(engine: Engine, setting: InferenceSetting, batch: int) -> float:
     return seconds
 
 
-def _prefill(engine: Engine, length: int) -> float:
-    """Seconds from a prompt to its first token."""
-    prompt = torch.randint(engine.vocab, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+def _prefill(engine: Engine, count: int, length: int) -> float:
+    """Seconds from so many prompts to the first token of each."""
+    prompts = torch.randint(engine.vocab, (count, length), generator=torch.Generator().manual_seed(length)).tolist()
     begun = _now()
-    engine.generate([prompt], 1, stop=())
+    engine.generate(prompts, 1, stop=())
     return _now() - begun
+
+
+def _repeat(one: PassSeconds, count: int) -> PassSeconds:
+    """Passes one after another."""
+    return PassSeconds(*(getattr(one, field.name) * count for field in fields(one)))
 
 
 def _generate(model: Any, setting: InferenceSetting, batch: int) -> float:
@@ -316,8 +327,8 @@ def _generate(model: Any, setting: InferenceSetting, batch: int) -> float:
     return (times[0] - times[1]) / half
 
 
-def _prefill_by_generate(model: Any, length: int) -> float:
-    ids = _ids(model, 1, length)
+def _prefill_by_generate(model: Any, count: int, length: int) -> float:
+    ids = _ids(model, count, length)
     begun = _now()
     _call_generate(model, ids, 1)
     return _now() - begun
@@ -360,9 +371,9 @@ class _GptFast:
 
 
 @torch.no_grad()
-def _prefill_by_gpt_fast(model: Any, length: int) -> float:
-    """Seconds from a prompt to its first token; gpt-fast does not compile it by default."""
-    decoder, ids = PlainDecoder(model, 1, length), _ids(model, 1, length)
+def _prefill_by_gpt_fast(model: Any, count: int, length: int) -> float:
+    """Seconds from so many prompts to their first tokens; gpt-fast does not compile it by default."""
+    decoder, ids = PlainDecoder(model, count, length), _ids(model, count, length)
     positions = torch.arange(length, device=ids.device)
     begun = _now()
     decoder(ids, positions)

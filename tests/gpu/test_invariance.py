@@ -12,7 +12,7 @@ from stretto.inference import Engine
 from stretto.memory import shared_gpus
 from stretto.parallel import Grid, parallelize
 from tests.inference.test_engine import continued, make, prompts
-from tests.inference.test_invariance import FEW, MANY, MIXES, compare
+from tests.inference.test_invariance import FEW, MANY, MIXES, compare, two_hundred
 from tests.ops.decoding.test_rotary_cache import CASES, NEW, attend, rotate
 
 pytestmark = pytest.mark.ranks(2, own=(2, 4, 8), among=(2, 4, 8))
@@ -38,6 +38,20 @@ def test_bits_on_gpus(run_ranks: Callable[..., list[Any]], world: int, kind: str
         others += on({"data": world, "expert": 2})
     given, mixes = (FEW, MIXES) if (kind, dtype) in USUAL else (MANY, (*MIXES, (5, 7)))
     for wrong in run_ranks(world, compare, reference, others, trainers, given, mixes):
+        assert wrong == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ranks(2, own=(2, 4), among=(2, 8))
+def test_bits_of_two_hundred_requests_on_gpus(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    """In twenty mixes, and in two of them where eight ranks share a GPU."""
+    requests, mixes = two_hundred()
+    reference, other, *trainers = (
+        ("llama", sizes | {"device": "cuda"}, torch.bfloat16)
+        for sizes in ({"data": world}, {"x": world}, {"z": world}, {"x": 2, "z": world // 2})
+    )
+    mixes = mixes if world < 8 else mixes[::19]
+    for wrong in run_ranks(world, compare, reference, [other], trainers, requests, mixes):
         assert wrong == []
 
 

@@ -11,9 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.inference import Engine, Request, cache, divided_tokens, fused_blocks
 from stretto.inference import engine as engines
@@ -475,9 +477,24 @@ def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) 
     assert [limits for _, limits in found] == [[16] * layers * 5] * 2
 
 
-def decode_by_kernels() -> tuple[list[list[int]], list[str]]:
-    """Texts by interpreted kernels, of the second engine of a model, and which kernels rotated and stored."""
+class LibraryCalls(TorchDispatchMode):
+    """Lists the collectives of libraries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in str(function):
+            self.found.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def decode_by_kernels() -> tuple[list[list[int]], list[str], list[str]]:
+    """Texts by interpreted kernels, of the second engine of a model, larger than the first; which kernels rotated and
+    stored; and what steps called of libraries."""
     calls: list[str] = []
+    libraries, compute = LibraryCalls(), StepRunner._compute
 
     def note(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*given: Any) -> Tensor:
@@ -489,17 +506,25 @@ def decode_by_kernels() -> tuple[list[list[int]], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for function in (rotate_and_store, attend_new_tokens):
             patch.setattr(cache, function.__name__, note(function))
-        first = Engine(parallelize(make("llama", num_hidden_layers=1), Grid()), 2, 64)
-        return Engine(first.model, 2, 64).generate(prompts(9, (5, 1)), 3), calls
+        first = Engine(parallelize(make("llama", num_hidden_layers=1), Grid(x=dist.get_world_size())), 2, 16)
+        second = Engine(first.model, 2, 64)
+
+        def listen(*given: Any, **named: Any) -> Any:
+            with libraries:
+                return compute(*given, **named)
+
+        patch.setattr(StepRunner, "_compute", listen)
+        return second.generate(prompts(9, (5, 1)), 3), calls, libraries.found
 
 
 @pytest.mark.long
-def test_one_kernel_rotates_and_stores(interpret: Callable[..., Any]) -> None:
+def test_one_kernel_rotates_and_stores_and_no_library_sums_few_rows(interpret: Callable[..., Any]) -> None:
     plain = make("llama", num_hidden_layers=1)
-    ((texts, calls),) = interpret(1, decode_by_kernels)
-    assert texts == [continued(plain, prompt, 3) for prompt in prompts(9, (5, 1))]
     layers = plain.config.num_hidden_layers
-    assert calls == ["rotate_and_store"] * layers + ["attend_new_tokens"] * (2 * layers)
+    for texts, calls, libraries in interpret(2, decode_by_kernels):
+        assert texts == [continued(plain, prompt, 3) for prompt in prompts(9, (5, 1))]
+        assert calls == ["rotate_and_store"] * layers + ["attend_new_tokens"] * (2 * layers)
+        assert not libraries  # whose sums a CUDA graph runs on another stream
 
 
 def batch() -> list[Any]:

@@ -121,12 +121,17 @@ def test_bits_of_every_family(ranks: MakeRanks, kind: str, dtype: torch.dtype) -
     assert ranks(4).run(compare, *on_four(kind, dtype), MANY, (*MIXES, (5, 7)), timeout=1800) == [[]] * 4
 
 
+def two_hundred() -> tuple[Requests, list[tuple[int, int]]]:
+    """Two hundred requests, and twenty mixes of batch and chunk."""
+    draw = random.Random(3)
+    requests = prompts(12, tuple(draw.choice((1, 2, 9, 30, 70, 257)) for _ in range(200))), 4
+    return requests, [(1, 512), *((draw.randint(2, 30), draw.choice((1, 5, 32, 100, 400))) for _ in range(19))]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(7200)
 def test_bits_of_two_hundred_requests_in_twenty_mixes(ranks: MakeRanks) -> None:
-    draw = random.Random(3)
-    requests = prompts(12, tuple(draw.choice((1, 2, 9, 30, 70, 257)) for _ in range(200))), 4
-    mixes = [(1, 512), *((draw.randint(2, 30), draw.choice((1, 5, 32, 100, 400))) for _ in range(19))]
+    requests, mixes = two_hundred()
     case: Case = ("llama", {"data": 8}, torch.bfloat16)
     others = [("llama", sizes, torch.bfloat16) for sizes in ({"data": 4, "x": 2}, {"data": 2, "x": 4}, {"x": 8})]
     assert ranks(8).run(compare, case, others, [], requests, mixes, timeout=7000) == [[]] * 8

@@ -13,10 +13,12 @@ from tests.stress.operators import WorkspaceCase, agree
 from torch import Tensor
 
 from stretto import ops
+from stretto.ops.decoding.best_tokens import find_best
 from stretto.ops.decoding.paged_kernels import PagedCall, attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.invariant.grouped import multiply_groups
 from stretto.ops.rotary import rotate_halves
+from stretto.ops.row_sums.kernel import sum_rows
 from stretto.ops.row_sums.norm import Norm, normalize_by_torch
 
 ENTRIES = 6
@@ -27,6 +29,7 @@ _SUMS = "ops.row_sums.kernel.sum_and_normalize"
 _EXPERTS = "ops.invariant.grouped.sum_expert_leaves"
 _ROTATION = "ops.decoding.rotary_cache.rotate_and_store_heads"
 _NORM = "ops.row_sums.norm.add_and_normalize"
+_BEST = tuple(f"ops.decoding.best_tokens.{name}" for name in ("find_parts", "merge_parts"))
 _PAGED = tuple(f"ops.decoding.paged_kernels.{name}" for name in ("attend_singles", "attend_chunks"))
 
 
@@ -36,7 +39,7 @@ class SumCase(WorkspaceCase):
     entries = ENTRIES
 
     def __init__(self, team: Team, *, form: str, rows: int, is_invariant: bool, dtype: torch.dtype) -> None:
-        """form: "product", "sum", "all_reduce" or "reduce_scatter". rows: of all of x."""
+        """form: "product", "sum", "alone", "all_reduce" or "reduce_scatter". rows: of all of x."""
         self._team, self._form, self._is_invariant, world = team, form, is_invariant, team.world
         n, k = (1040, 512) if team.is_cuda else (48, 32)
         rows = rows if team.is_cuda else min(rows, 8)
@@ -48,9 +51,9 @@ class SumCase(WorkspaceCase):
         exact = True
         for entry in range(ENTRIES):
             residual = team.integers((rows, n), "residual", entry, low=-8, high=8)
-            width = n if form == "sum" else k
+            width = n if form in ("sum", "alone") else k
             xs = [team.integers((rows, width), "x", entry, peer, density=0.25) for peer in range(world)]
-            parts = xs if form == "sum" else [x @ weight.t() for x, weight in zip(xs, weights, strict=True)]
+            parts = xs if width == n else [x @ weight.t() for x, weight in zip(xs, weights, strict=True)]
             total = torch.stack(parts).sum(0)
             if form in ("product", "sum"):
                 exact = exact and is_exact(total, dtype)
@@ -75,6 +78,8 @@ class SumCase(WorkspaceCase):
                     return [Check(ops.matmul_all_reduce(x, self._weight, group, **options), added)]
                 case "reduce_scatter":
                     return [Check(ops.matmul_reduce_scatter(x, self._weight, group, **options), added)]
+                case "alone":
+                    return [Check(sum_rows(x, group.group_name), added)]
                 case "sum":
                     found = ops.all_reduce_norm(x, residual, self._norm_weight, group, eps=EPS, **options)
                 case _:
@@ -211,6 +216,26 @@ class NewTokensCase(StressCase):
                 cache.flatten(0, 1)[places] = torch.nan
 
 
+class BestCase(WorkspaceCase):
+    """The highest of rows of whole numbers, many of them equal."""
+
+    entries = ENTRIES
+
+    def __init__(self, team: Team) -> None:
+        self._team, (rows, columns) = team, (64, 5000) if team.is_cuda else (4, 90)
+        whole = [
+            team.integers((rows, columns * team.world), "scores", entry, low=-9, high=9).bfloat16()
+            for entry in range(ENTRIES)
+        ]
+        self._scores = [each.chunk(team.world, 1)[team.rank].contiguous() for each in whole]
+        self._first = columns * team.rank
+        self._expected = [each.float().argmax(1) for each in whole]
+
+    def call(self, entry: int) -> Sequence[Check]:
+        found = find_best(self._scores[entry], self._first, self._team.group)
+        return [Check(found, self._expected[entry])]
+
+
 class ExpertsCase(StressCase):
     """Experts' invariant products of whole numbers, whose sums are exact."""
 
@@ -253,6 +278,7 @@ def list_configurations() -> list[Configuration]:
             ("product-norm", "product, sum, residual and norm", (_GEMM, _SUMS), "product", 16, False, torch.bfloat16),
             ("product-norm-fp32", "the same in fp32", (_GEMM, _SUMS), "product", 3, False, torch.float32),
             ("sum-norm", "all-reduce, residual and norm", (_SUMS,), "sum", 33, False, torch.bfloat16),
+            ("sum", "all-reduce of rows", (_SUMS,), "alone", 21, False, torch.bfloat16),
             ("invariant-norm", "an invariant product and norm", (_LEAVES, _SUMS), "product", 70, True, torch.bfloat16),
             ("invariant-sum", "ranks added by a tree", (_SUMS,), "sum", 5, True, torch.float16),
             ("invariant-reduce", "an invariant all-reduce", (_LEAVES, _SUMS), "all_reduce", 9, True, torch.float16),
@@ -280,5 +306,6 @@ def list_configurations() -> list[Configuration]:
         )
         for is_invariant in (False, True)
     ]  # fmt: skip
+    paged.append(Configuration("inference/best", "inference", (*_BEST, _SUMS), "the highest of rows", BestCase))
     paged.append(Configuration("inference/rotation", "inference", (_ROTATION,), "rotation and cache", RotationCase))
     return [*sums, *paged, Configuration("inference/norm", "inference", (_NORM,), "an exact norm", NormCase)]

@@ -101,6 +101,28 @@ def rotates_halves(module: nn.Module) -> bool:
     return has_own_forward(module) and calls_rotation(type(module))
 
 
+def computes_angles(module: nn.Module) -> bool:
+    """True if this is a rotary embedding whose cosines and sines of a token depend on its position alone.
+
+    It is run on positions that are not in order: forward(x, position_ids [1, n]) -> two of [1, n, features].
+    """
+    name = type(module).__name__
+    if not type(module).__module__.startswith("transformers.") or not name.endswith("RotaryEmbedding"):
+        return False
+    places = torch.tensor([[5, 0, 3]], device=_device_of(module))
+    x = torch.ones(1, 3, 8, device=places.device)
+    try:
+        pairs = [module.forward(x, places[:, some]) for some in (slice(None), slice(0, 1), slice(2, 3))]
+        whole, *single = [torch.stack(tuple(pair)) for pair in pairs]
+    except _FAILURES:
+        return False
+    return whole.shape[:3] == (2, 1, 3) and whole.dim() == 4 and torch.equal(whole[:, :, [0, 2]], torch.cat(single, 2))
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    return next((each.device for each in module.buffers()), None)
+
+
 def calls_rotation(kind: type[nn.Module]) -> bool:
     """True if the code of an attention's class does what `rotates_halves` says."""
     forward: Any = kind.forward

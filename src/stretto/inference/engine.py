@@ -122,7 +122,9 @@ class Engine:
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
         self._lockstep = Lockstep(grid)
-        fuser = BlockFuser(model, grid.group("x"), fuses_gates=fuses)
+        fuser = BlockFuser(
+            model, grid.group("x"), fuses_gates=fuses, fuses_angles=not self.is_invariant or grid.device.type == "cuda"
+        )
         probes = self._runner.probe(fuser)
         shapes, (like, *_) = zip(*((probe.shape, probe.like) for probe in probes), strict=True)
         for shape in shapes:
@@ -135,7 +137,7 @@ class Engine:
                 )
         self._check_room(sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size(), page)
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
-        fuser.fuse()
+        fuser.fuse(self._longest)
         self._divide_tokens(fuser, divide_from, like)
         self._runner.allocate(shapes, like, self._pages + 1)
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
@@ -247,7 +249,7 @@ class Engine:
     def _step(self) -> bool:
         self._runner.join(self._scheduler.admit())
         parts = self._scheduler.next_parts()
-        step = describe(parts, self._rows(parts), self._max_batch)
+        step = describe(parts, self._rows(parts), self._max_batch, self._runner.page)
         most = self._lockstep.agree(step, has_work=bool(parts))
         launched = (parts, self._runner.run(step, may_replay=self._few.choose(most))) if most else None
         before, self._in_flight = self._in_flight, launched

@@ -6,13 +6,16 @@
 - In blocks of Llama's form, the product that ends attention or the MLP, its sum over x, the residual and the next norm
   are `ops.matmul_all_reduce_norm`. Where all blocks are fused so, steps of many tokens may divide these over x instead
   (`TokenDivision`).
+- Token embeddings are looked up in one launch, and added up over x in another: of few rows without a library, whose
+  sums a CUDA graph runs on a stream of their own.
+- Rotary angles are looked up by position, where they depend on nothing else (`RotaryTables`).
 
 What may be fused is seen in one pass of the model (`watch`): which linears got one and the same input, whether the
 attention and the MLP of a block return what a rowwise linear returned, and which norm takes a block's output. What a
 model's code computes in some other way stays as it is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
@@ -22,32 +25,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stretto.huggingface.known_modules import is_of_gated_mlps, is_pre_norm_block
+from stretto.huggingface.known_modules import computes_angles, is_of_gated_mlps, is_pre_norm_block
 from stretto.inference.divided_tokens import TokenDivision
 from stretto.ops import matmul_all_reduce_norm
 from stretto.ops.confirmation import measure_choices
+from stretto.ops.embedding.move_rows import find_addresses, look_up_rows
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_streaming
 from stretto.ops.moe import gated_activation
+from stretto.ops.row_sums.kernel import sum_rows
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
+from stretto.parallel.layers.embedding import ParallelEmbedding
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layout import local
+from stretto.tiles import INTERPRETED
 
 
 class BlockFuser:
     """Watches one pass of a model, and then fuses its blocks. group: the ranks of x, one of them or several.
 
-    fuses_gates: gated MLPs, whose SiLU then is rounded once.
+    fuses_gates: gated MLPs, whose SiLU then is rounded once. fuses_angles: see `RotaryTables`; on CPUs cosines may have
+    other bits in a table.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, fuses_gates: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, fuses_gates: bool = True, fuses_angles: bool = True
+    ) -> None:
         self._group = group
-        self._fuses_gates = fuses_gates
+        self._fuses_gates, self._fuses_angles = fuses_gates, fuses_angles
         self.tokens, self.can_divide = TokenDivision(group), False
         self._linears = [module for module in model.modules() if _is_plain_linear(module)]
+        self._embeddings = [module for module in model.modules() if _is_plain_embedding(module)]
         self._norms = [module for module in model.modules() if _is_plain_norm(module)]
         self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
+        for module in model.modules():
+            if isinstance(module.forward, RotaryTables):  # of an engine before
+                module.forward = module.forward.own
+        self._rotaries = [module for module in model.modules() if computes_angles(module)]
         self._mlps: list[Any] = [module for module in model.modules() if is_of_gated_mlps(module)]
         # The tensors themselves, which must live on so that no other takes their place in memory.
         self._inputs: dict[nn.Module, Tensor] = {}
@@ -70,9 +85,14 @@ class BlockFuser:
             self._inputs[module] = args[0]
         self._outputs[module] = output[0] if isinstance(output, tuple) else output
 
-    def fuse(self) -> None:
-        """Fuse what was seen."""
+    def fuse(self, positions: int) -> None:
+        """Fuse what was seen, for tokens of so many positions."""
+        if self._fuses_angles:
+            for module in self._rotaries:
+                module.forward = RotaryTables(module.forward, positions)
         joined: dict[Any, JoinedWeights] = {each: both for both in self._join_linears() for each in both.linears}
+        for embedding in self._embeddings:
+            _fuse_embedding(embedding, self._group)
         for mlp in self._mlps:
             both = joined.get(mlp.gate_proj)
             if self._fuses_gates and both is not None and both.linears == [mlp.gate_proj, mlp.up_proj]:
@@ -303,12 +323,51 @@ class _EndOfBlock:
         return added
 
 
+class RotaryTables:
+    """A rotary embedding's forward pass, of which it keeps the angles of all positions, in each form that is asked for.
+
+    own: its forward pass: x, position_ids [1, tokens] and what else names a form -> cos, sin [1, tokens, d].
+    """
+
+    def __init__(self, own: Callable[..., Any], positions: int) -> None:
+        self.own, self._positions = own, positions
+        self._tables: dict[Hashable, tuple[Tensor, ...]] = {}
+
+    def __call__(self, x: Tensor, position_ids: Tensor, *others: Any, **named: Any) -> tuple[Tensor, ...]:
+        """Look up the angles of positions below `positions`."""
+        form = x.dtype, others, *named.items()
+        if form not in self._tables:
+            every = torch.arange(self._positions, device=position_ids.device)[None]
+            self._tables[form] = tuple(each[0].contiguous() for each in self.own(x, every, *others, **named))
+        return tuple(F.embedding(position_ids, table) for table in self._tables[form])
+
+
 def _fuse_gate(mlp: Any, both: JoinedWeights) -> None:
     def forward(x: Tensor) -> Tensor:
         inner = both.multiply(x)
         return mlp.down_proj(gated_activation(inner.flatten(0, -2), mlp.act_fn).view(*inner.shape[:-1], -1))
 
     mlp.forward = forward
+
+
+def _fuse_embedding(embedding: ParallelEmbedding, group: dist.ProcessGroup) -> None:
+    own = local(embedding.weight)
+    address, rows = find_addresses([own], own.device), max(1, embedding.plan.rows)
+
+    def forward(ids: Tensor) -> Tensor:  # which the engine has checked
+        found = look_up_rows(ids, address, embedding.first_row, rows, own)
+        return embedding.finish(sum_rows(found.flatten(0, -2), group.group_name).view_as(found))
+
+    embedding.forward = forward
+
+
+def _is_plain_embedding(module: nn.Module) -> TypeGuard[ParallelEmbedding]:
+    """True for an embedding whose shard is looked up as it is, by a kernel."""
+    if not isinstance(module, ParallelEmbedding) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    own, compute = local(module.weight), module.plan.precision.compute
+    runs = own.is_cuda or INTERPRETED.value  # on all ranks alike: some may have no rows
+    return runs and own.is_contiguous() and compute in (None, own.dtype) and not module.plan.is_sharded
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[ParallelLinear]:

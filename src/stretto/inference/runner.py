@@ -34,14 +34,15 @@ FROM_FEED = -1
 class HostStep(NamedTuple):
     """A step as the host describes it; lists of Python numbers, so that ranks can compare them.
 
-    ids, positions, rows: of each token; its row of the batch. counts: tokens of each row. slots, lengths: of each row.
-    random: (row, temperature, top_p, top_k, seed, place) of rows that are drawn at random. is_decoding: all tokens were
-    drawn before.
+    ids, positions, places, feeds: of each token; its row of the cache, and the slot that knows its id if the host does
+    not. counts: tokens of each row. slots, lengths: of each row. random: (row, temperature, top_p, top_k, seed, place)
+    of rows that are drawn at random. is_decoding: all tokens were drawn before.
     """
 
     ids: list[int]
     positions: list[int]
-    rows: list[int]
+    places: list[int]
+    feeds: list[int]
     counts: list[int]
     slots: list[int]
     lengths: list[int]
@@ -51,17 +52,45 @@ class HostStep(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers that a step reads on the device, one after another."""
+        """The numbers that a step reads on the device, one after another: see `_split`."""
         starts, last = [0], []
         for count in self.counts:
             starts.append(starts[-1] + count)
             last.append(starts[-1] - 1)
-        return [*self.ids, *self.positions, *self.rows, *starts, *self.lengths, *self.slots, *last]
+        small = [*_pad(self.lengths), *_pad(starts)]
+        pairs = [low | high << 32 for low, high in zip(small[::2], small[1::2], strict=True)]
+        return [*pairs, *self.ids, *self.positions, *self.places, *self.feeds, *self.slots, *last]
+
+
+def _pad(numbers: list[int]) -> list[int]:
+    """Numbers of 32 bits, filled up to a multiple of 16 bytes."""
+    return [*numbers, *[0] * (-len(numbers) % 4)]
+
+
+class _StepNumbers(NamedTuple):
+    """What `HostStep` describes, on the device: int64, but lengths and starts, which are int32."""
+
+    lengths: Tensor
+    starts: Tensor
+    ids: Tensor
+    positions: Tensor
+    places: Tensor
+    feeds: Tensor
+    slots: Tensor
+    last: Tensor
+
+
+def _split(numbers: Tensor, tokens: int, rows: int) -> _StepNumbers:
+    """Take `HostStep.numbers` apart, without a launch."""
+    padded = [rows + -rows % 4, rows + 1 + (-rows - 1) % 4]
+    small, *others = numbers.split([sum(padded) // 2, *[tokens] * 4, rows, rows])
+    lengths, starts = small.view(torch.int32).split(padded)
+    return _StepNumbers(lengths[:rows], starts[: rows + 1], *others)
 
 
 class Drawn(NamedTuple):
-    """The tokens [1, rows] that a step has drawn, float64, on the way to the host; and their log-probabilities [1,
-    rows] below them, if they were asked for."""
+    """The tokens [1, rows] that a step has drawn, int64, on the way to the host; or, if their log-probabilities were
+    asked for, float64 [2, rows], with these below them."""
 
     values: Tensor
     arrived: "torch.cuda.Event | None"
@@ -74,25 +103,27 @@ class Drawn(NamedTuple):
         return [int(token) for token in tokens], logs[0] if logs else [0.0] * len(tokens)
 
 
-def describe(parts: Sequence[StepPart], rows: int, scratch: int) -> HostStep:
-    """Describe a step of these parts, filled up to `rows` with rows of the slot `scratch`."""
+def describe(parts: Sequence[StepPart], rows: int, scratch: int, page: int) -> HostStep:
+    """Describe a step of these parts, filled up to `rows` with rows of the slot `scratch`. page: tokens of one."""
     wants_logs = any(part.draws and part.place.request.wants_log_probabilities for part in parts)
-    step = HostStep([], [], [], [], [], [], [], all(not part.is_prompt for part in parts), wants_logs)
+    step = HostStep([], [], [], [], [], [], [], [], all(not part.is_prompt for part in parts), wants_logs)
     for row, part in enumerate(parts):
-        request, end = part.place.request, part.start + part.count
+        request, pages, end = part.place.request, part.place.pages, part.start + part.count
         step.ids.extend(request.prompt[part.start : end] if part.is_prompt else [FROM_FEED])
         step.positions.extend(range(part.start, end))
-        step.rows.extend([row] * part.count)
+        step.places.extend(pages[at // page] * page + at % page for at in range(part.start, end))
+        step.feeds.extend([part.place.slot] * part.count)
         step.counts.append(part.count)
         step.slots.append(part.place.slot)
         step.lengths.append(end)
         how = request.sampling
         if part.draws and how.is_random:
             step.random.append((row, how.temperature, how.top_p, how.top_k or 0, how.seed, end - len(request.prompt)))
-    for row in range(len(parts), rows):
+    for _ in range(len(parts), rows):
         step.ids.append(0)
         step.positions.append(0)
-        step.rows.append(row)
+        step.places.append(SCRATCH_PAGE * page)
+        step.feeds.append(scratch)
         step.counts.append(1)
         step.slots.append(scratch)
         step.lengths.append(1)
@@ -197,13 +228,12 @@ class StepRunner:
             (drawn,) = self._graphs[size](numbers)
             logits = self._static_logits[size]
         else:
-            drawn, logits = self._compute(numbers, tokens, rows)
+            drawn, logits = self._compute(numbers, tokens, rows, is_decoding=step.is_decoding)
         if step.random:
             self._draw_random(step, logits, drawn)
-        rows_of_values = [drawn.double()]
+        values = drawn[None]
         if step.wants_log_probabilities:
-            rows_of_values.append(log_probabilities(logits, drawn, self.part).double())
-        values = torch.stack(rows_of_values)
+            values = torch.stack((drawn.double(), log_probabilities(logits, drawn, self.part).double()))
         if self.device.type == "cpu":
             return Drawn(values, None)
         there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True, device="cpu")
@@ -221,29 +251,28 @@ class StepRunner:
 
     def _compute_static(self, tokens: int, rows: int, numbers: Tensor) -> tuple[Tensor]:
         """Compute the best tokens, as a graph captures it. Its logits stay where they are, for draws after a replay."""
-        drawn, self._static_logits[tokens, rows] = self._compute(numbers, tokens, rows)
+        found = self._compute(numbers, tokens, rows, is_decoding=tokens == rows)  # else a whole chunk
+        drawn, self._static_logits[tokens, rows] = found
         return (drawn,)
 
-    def _compute(self, numbers: Tensor, tokens: int, rows: int) -> tuple[Tensor, Tensor]:
+    def _compute(self, numbers: Tensor, tokens: int, rows: int, *, is_decoding: bool) -> tuple[Tensor, Tensor]:
         """The best tokens [rows], which the next step is fed, and the logits [rows, vocabulary here]."""
-        sizes = [tokens, tokens, tokens, rows + 1, rows, rows, rows]
-        ids, positions, row_of, starts, lengths, slots, last = numbers.split(sizes)
-        block_table = self._table[slots]
-        slot_of = slots[row_of]
-        ids = torch.where(ids == FROM_FEED, self._feed[slot_of], ids)
-        pages = block_table[row_of, positions // self.page].long()
-        places = pages * self.page + positions % self.page
-        offsets = None if rows == tokens else starts.int()
-        self._step.tokens = StepTokens(places, offsets, lengths.int(), block_table)
+        step, is_single = _split(numbers, tokens, rows), rows == tokens
+        # Where all were drawn on the device, ids that the host sends are not even read.
+        ids = self._feed[step.feeds]
+        if not is_decoding:
+            ids = torch.where(step.ids == FROM_FEED, ids, step.ids)
+        starts = None if is_single else step.starts
+        self._step.tokens = StepTokens(step.places, starts, step.lengths, self._table[step.slots])
         try:
-            given: dict[str, Any] = {"logits_to_keep": last} if self._keeps else {}
+            given: dict[str, Any] = {"logits_to_keep": 0 if is_single else step.last} if self._keeps else {}
             with InvariantOperators() if self._is_invariant else nullcontext():
-                output = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **given)
+                output = self.model(input_ids=ids[None], position_ids=step.positions[None], use_cache=False, **given)
         finally:
             self._step.tokens = None
-        logits = output.logits[0] if self._keeps else output.logits[0, last]
+        logits = output.logits[0] if self._keeps or is_single else output.logits[0, step.last]
         drawn = best_tokens(logits, self.part)
-        self._feed.index_copy_(0, slots, drawn)
+        self._feed.index_copy_(0, step.slots, drawn)
         return drawn, logits
 
     def _draw_random(self, step: HostStep, logits: Tensor, drawn: Tensor) -> None:

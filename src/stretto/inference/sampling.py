@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from stretto.ops.decoding.best_tokens import find_best, suits_kernels
 from stretto.parallel.comm.collectives import NO_GROUP, all_reduce, gather_rows
 
 _DIGITS = ((21, 11), (10, 11), (0, 10))  # (shift, bits) of a radix search over 32 bits
@@ -50,6 +51,8 @@ class RandomRows(NamedTuple):
 def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     """The tokens with the highest scores [rows, vocabulary here] of all ranks, the first of equal ones: int64
     [rows]."""
+    if suits_kernels(scores, part.longest * part.group.size()):
+        return find_best(scores.contiguous(), part.first, part.group)
     if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
         scores = scores.new_full((len(scores), 1), -torch.inf)
     # Rows in pieces, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.

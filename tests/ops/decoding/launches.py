@@ -5,8 +5,8 @@ import torch
 import triton.language as tl
 from tests.tiles.machine_code import make_channel
 
+from stretto.ops.decoding import best_tokens, rotary_cache
 from stretto.ops.decoding import paged_kernels as paged
-from stretto.ops.decoding import rotary_cache
 from stretto.ops.gemm import describe_gemm, fixed
 from stretto.ops.invariant import grouped
 from stretto.ops.invariant import kernels as invariant
@@ -17,6 +17,7 @@ from stretto.ops.small_m import PacketExchange
 HALF = torch.zeros(256, dtype=torch.bfloat16)
 FLOATS = torch.zeros(256)
 WORDS = torch.zeros(256, dtype=torch.int32)
+LONGS = torch.zeros(64, dtype=torch.int64)
 RMS = norm.Norm("rms", 1e-5)
 
 
@@ -99,7 +100,17 @@ def launch_expert_leaves(n, k, leaves, experts=8, rows=64):
     return grouped.sum_expert_leaves, arguments, options
 
 
+def launch_find_parts(dtype=torch.bfloat16):
+    return best_tokens.find_parts, (torch.zeros(256, dtype=dtype), FLOATS, 0, 64128, 32, 2048), {"num_warps": 8}
+
+
+def launch_merge_parts(*, sends=True):
+    return best_tokens.merge_parts, (FLOATS, FLOATS.clone() if sends else None, LONGS, 32, 2, 4, 32), {"num_warps": 1}
+
+
 LAUNCHES = {
+    "ops.decoding.best_tokens.find_parts": launch_find_parts,
+    "ops.decoding.best_tokens.merge_parts": launch_merge_parts,
     "ops.decoding.paged_kernels.attend_chunks": lambda: launch_paged("attend_chunks", paged.CHUNKS),
     "ops.decoding.paged_kernels.attend_singles": lambda: launch_paged("attend_singles", paged.SINGLES, new=True),
     "ops.decoding.rotary_cache.rotate_and_store_heads": launch_rotation,

@@ -9,12 +9,10 @@ from stretto.ops.config import encode_implementation
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, reduce_by_tree
 from stretto.ops.operator import (
     DTYPES,
-    abandon,
     all_reduce,
     define_operator,
     find_group,
     find_name,
-    find_workspace,
     flatten_rows,
     needs_gradients,
     require_agreement,
@@ -26,10 +24,9 @@ from stretto.ops.row_sums.kernel import (
     add_in_parts,
     count_rows_at_a_time,
     find_packets_obstacle,
-    launch_sums,
+    send_and_sum,
 )
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm, require_norm, require_norm_operands
-from stretto.ops.small_m import count_bytes
 
 
 def all_reduce_norm(
@@ -117,14 +114,8 @@ def _run(
 
     def add(rows: slice) -> tuple[Tensor, Tensor]:
         part = x[rows]
-        workspace = find_workspace(group, x.device, count_bytes("push", len(part), n, world, wire), "packets")
-        channel = workspace.channel.enter("all_reduce_norm", "p2p")
-        try:
-            sums = SumOperands(bias, residual[rows], norm_weight, norm_bias, torch.empty_like(part))
-            return launch_sums(workspace, channel, part, sums, wire, by_tree=invariant, norm=described)
-        except BaseException:
-            abandon(group, workspace.channel)
-            raise
+        sums = SumOperands(bias, residual[rows], norm_weight, norm_bias, torch.empty_like(part))
+        return send_and_sum("all_reduce_norm", part, sums, wire, group, by_tree=invariant, norm=described)
 
     return add_in_parts(add, m, count_rows_at_a_time(n, wire, world))
 

@@ -13,7 +13,14 @@ from stretto import tiles
 from stretto.memory.gpus import limit_waiting
 from stretto.ops.choices import find_agreed
 from stretto.ops.gemm import divide_up, fixed
-from stretto.ops.operator import OperatorWorkspace, find_group
+from stretto.ops.operator import (
+    OperatorWorkspace,
+    abandon,
+    all_reduce,
+    find_group,
+    find_workspace,
+    require_agreement,
+)
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
@@ -24,7 +31,7 @@ from stretto.ops.row_sums.norm import (
     load_factor,
     normalize_tile,
 )
-from stretto.ops.small_m import THREADS_OF_A_WARP
+from stretto.ops.small_m import THREADS_OF_A_WARP, count_bytes
 from stretto.tiles import kind_of
 from stretto.tiles.call_state import load_groups_limit
 
@@ -133,6 +140,41 @@ def sum_and_normalize(channel, packets, form, staging, x, tensors, rows, columns
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         sum_row(channel, packets, form, slot, tensors, row, rows, columns)
     tiles.end_unsignalled_call(channel, limit=limit)
+
+
+def sum_rows(x: Tensor, group: str) -> Tensor:
+    """The sum of all ranks' x [m, n], bf16, fp16 or fp32, without gradients: of few rows in one launch, as packets.
+
+    Other sums are those of the group's own backend. Collective.
+    """
+    if find_group(group).size() == 1 or not x.numel():
+        return x
+    m, n = x.shape
+    require_agreement(f"sum_rows {[m, n]} {x.dtype}", False, group, x.device)
+    if find_packets_obstacle(group, x.device, m, n, x.dtype, "auto"):
+        return all_reduce(x, group)
+    return send_and_sum("sum_rows", x, SumOperands(None, None, None, None, torch.empty_like(x)), x.dtype, group)[0]
+
+
+def send_and_sum(
+    operator: str,
+    x: Tensor,
+    operands: SumOperands,
+    wire: torch.dtype,
+    group: str,
+    *,
+    by_tree: bool = False,
+    norm: Norm = NO_NORM,
+) -> tuple[Tensor, Tensor]:
+    """A call of one launch, which sends x [m, n] as packets, as `launch_sums` returns it."""
+    (m, n), world = x.shape, find_group(group).size()
+    workspace = find_workspace(group, x.device, count_bytes("push", m, n, world, wire), "packets")
+    channel = workspace.channel.enter(operator, "p2p")
+    try:
+        return launch_sums(workspace, channel, x, operands, wire, by_tree=by_tree, norm=norm)
+    except BaseException:
+        abandon(group, workspace.channel)
+        raise
 
 
 def launch_sums(

@@ -113,7 +113,10 @@ class ParallelEmbedding(_WholeSizes, ShardedModule):
         if self.tokens is not None:
             self.tokens.note(ids.shape)
         whose = self.first_row, self.padding_row, self.plan, self.group, self.tokens
-        found = _VocabularyLookup.apply(ids, self.weight, *whose)
+        return self.finish(_VocabularyLookup.apply(ids, self.weight, *whose))
+
+    def finish(self, found: Tensor) -> Tensor:
+        """The output, of the rows that were looked up."""
         if self.scale != 1.0:
             found = found * torch.tensor(self.scale, dtype=found.dtype, device="cpu")
         return note_features(found, "y")
