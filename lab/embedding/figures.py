@@ -38,14 +38,17 @@ from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp
 from stretto.memory.network.native import NativeProxy
 from stretto.ops.embedding import output_ring, scheduled
 from stretto.ops.embedding.forward import count_programs, find_launch_config, look_up_and_send
+from stretto.ops.embedding.forward_kernel import pool_and_send
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.operator import close_workspaces, list_put_channels
 from stretto.parallel import Grid
+from stretto.tiles.launches import Launches
 
 STUDIES = ("occupancy", "slice", "order", "launches", "timeline")
 _MANY = 1 << 16  # programs on a multiprocessor: more than there are slices, so that each has a program of its own
 _SHOWN = 32  # programs of a timeline
+_TRACE = pool_and_send.arg_names.index("trace")
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,8 @@ def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]
     name = dist.group.WORLD.group_name
     default = find_launch_config(placement, len(batch.tables), batch.indices.numel(), device)
 
-    def look_up(config: LaunchConfig, trace: Tensor | None = None) -> Tensor:
-        given = batch.indices, batch.offsets, tables, None, placement, name, "sum"
-        return look_up_and_send(*given, config=config, trace=trace)
+    def look_up(config: LaunchConfig) -> Tensor:
+        return look_up_and_send(batch.indices, batch.offsets, tables, None, placement, name, "sum", config=config)
 
     alone = replace(placement, dims=tuple((case.dim,) for _ in range(ranks)))
     each = [find_tables([table], device) for table in batch.tables]
@@ -173,14 +175,22 @@ def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.dev
 
 
 def _trace(
-    run: Callable[[Tensor], Tensor], config: LaunchConfig, batch: LookupBatch, setting: FiguresSetting, usual: float
+    run: Callable[[], Tensor], config: LaunchConfig, batch: LookupBatch, setting: FiguresSetting, usual: float
 ) -> dict[str, Any]:
     """Have the kernel note when each slice begins and ends, and each program waits; in microseconds from rank 0's first
     program."""
     placement, device, tables = batch.placement, batch.offsets.device, len(batch.tables)
     tasks = placement.world_size * tables * -(-placement.local_batch // config.slice)
     trace = torch.zeros(tasks + count_programs(config, placement, tables, device), 4, dtype=torch.int64, device=device)
-    seconds = _time(partial(run, trace), setting, device)
+    launch = Launches.__call__
+
+    def launch_traced(self: Launches, kernel: Any, key: Any, programs: int, given: Any, **options: Any) -> None:
+        if kernel is pool_and_send:
+            key, given = (key, "traced"), (*given[:_TRACE], trace, *given[_TRACE + 1 :])
+        launch(self, kernel, key, programs, given, **options)
+
+    with mock.patch.object(Launches, "__call__", launch_traced):
+        seconds = _time(run, setting, device)
     words = trace.cpu()
     zero, programs = int(words[tasks:, 0].min()), words[tasks:][:_SHOWN, [0, 1, 3]]
     slices = [

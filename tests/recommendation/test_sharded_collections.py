@@ -207,10 +207,18 @@ def updated() -> nn.Module:
     return made
 
 
+def fused() -> nn.Module:
+    """A collection with an optimizer of its own, as TorchRec's FusedEmbeddingBagCollection has one."""
+    made: Any = EmbeddingBagCollection([EmbeddingBagConfig(2, 4, "t")])
+    made.fused_optimizer = lambda: None
+    return nn.Sequential(made)
+
+
 REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (Tied, {}, "first.weight is a parameter of other modules, too"),
     (lambda: Tied(max_norm=1.0), {}, "first has max_norm=1.0"),
     (watched, {}, "0.weight has hooks"),
+    (fused, {}, "0 is a EmbeddingBagCollection, whose optimizer would be left out"),
     (updated, {}, "0.weight was given to apply_optimizer_in_backward.*fuse_update"),
     (lambda: Tied(sparse=True), {"modules": ["frist"]}, "no module with embeddings is named 'frist'.*first"),
     (lambda: Tied(sparse=True), {"owners": {}}, "owners has no rank for table 'first'"),

@@ -143,6 +143,11 @@ def _find_modules(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn
 
 def _describe(name: str, module: Any) -> list[TableSpec]:
     kind = _kind_of(module)
+    if hasattr(module, "fused_optimizer"):
+        raise ValueError(
+            f"{name or 'the model'} is a {type(module).__name__}, whose optimizer would be left out: distribute an "
+            "EmbeddingBagCollection or EmbeddingCollection, and call its fuse_update"
+        )
     if kind is EmbeddingBagCollection:
         return describe_tables(module.embedding_bags, module.embedding_bag_configs(), "embedding_bags")
     if kind is EmbeddingCollection:
@@ -176,8 +181,7 @@ def _refuse_shared(model: nn.Module, found: Mapping[str, nn.Module]) -> None:
                 )
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
-                    f"{key} has hooks, and another parameter takes its place: register them after "
-                    "distribute_embeddings"
+                    f"{key} has hooks, and another parameter takes its place: register them after distribute_embeddings"
                 )
 
 

@@ -299,6 +299,8 @@ def _check(
     """The number of samples, and where each table's indices begin and the last one's end. ValueError if bad."""
     batch = check_offsets(indices, offsets, len(placement.tables), least=0)
     ends = offsets[::batch].tolist() if batch else [0] * (len(placement.tables) + 1)
+    if (ends[0], ends[-1]) != (0, len(indices)):  # of offsets on a GPU
+        raise ValueError(f"offsets go from {ends[0]} to {ends[-1]}, but there are {len(indices)} indices")
     if indices.device.type == "cpu" or checks_device:
         _check_indices(indices, offsets, ends, placement, rank, names)
     return batch, ends

@@ -96,7 +96,6 @@ def look_up_and_send(
     needs_grad: bool = False,
     call_permit: Tensor | None = None,
     schedule: str = "",
-    trace: Tensor | None = None,
 ) -> Tensor:
     """Pool this rank's tables for the global batch and exchange the vectors; all ranks call it.
 
@@ -104,7 +103,6 @@ def look_up_and_send(
     config: None for `find_launch_config`; each rank may take its own. needs_grad: whether this rank makes a backward
     pass if tables get gradients. call_permit: int32 [1], which gets what this call permits that pass
     (`placement.AGREED`). schedule: of the exchange, if not the kernel's own; the output is then memory of its own.
-    trace: gets times of `pool_and_send`, for benches.
 
     Bad indices of an earlier call raise an error in this one, which all ranks then end without storing anything, and
     of which the others raise an error, too: no rank waits in this call for the rank that has raised.
@@ -149,7 +147,7 @@ def look_up_and_send(
         Bags(indices, offsets, weights),
         launch.pointers,
         ring.index_errors.report,
-        trace,
+        None,  # trace: python -m lab embedding-figures puts its own here
         waiters,
         config.order,
     )
@@ -161,7 +159,7 @@ def look_up_and_send(
             mode,
             checks,
             find_kind(kernel_tables),
-            *map(tiles.kind_of, (indices, offsets, weights, trace, waiters)),
+            *map(tiles.kind_of, (indices, offsets, weights, waiters)),
         ),
         programs,
         arguments,

@@ -21,6 +21,7 @@ from stretto.ops.operator import (
     Autograd,
     count_product_flops,
     define_operator,
+    differentiate_product,
     find_group,
     find_name,
     require_operands,
@@ -95,43 +96,24 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementa
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, ctx.group, _ = inputs
-    ctx.has_bias = bias is not None
+    ctx.has_bias, ctx.is_replicated = bias is not None, False
     save_operands(ctx, x, weight)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """C = all_to_all(x @ W.T): with dP = all_to_all(dC), dx is dP @ W, and dW is dP.T @ x."""
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    of_product = torch.ops.stretto.all_to_all_rows(grad.contiguous(), ctx.group)
-    return (
-        of_product @ weight if needs_x else None,
-        of_product.t() @ x if needs_weight else None,
-        of_product.sum(0) if ctx.has_bias and needs_bias else None,
-        None,
-        None,
-    )
+    if torch.is_grad_enabled() and grad.requires_grad:
+        raise NotImplementedError(f"{_OPERATOR} has no second derivatives")
+    return *differentiate_product(ctx, _exchange(grad, ctx.group), None), None, None
 
 
-def _exchange_rows(x: Tensor, group: str) -> Tensor:
+def _exchange(x: Tensor, group: str) -> Tensor:
     """All-to-all of x's rows [m, n] in equal blocks, by the group's own backend; it is its own inverse."""
     world = find_group(group).size()
     sizes, functional = [x.shape[0] // world] * world, torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), sizes, sizes, group))
 
 
-def _save_group(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.group = inputs[1]
-
-
-def _return_rows(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return torch.ops.stretto.all_to_all_rows(grad.contiguous(), ctx.group), None
-
-
-_exchange = define_operator(
-    "all_to_all_rows", _exchange_rows, fake=lambda x, group: torch.empty_like(x),
-    autograd=Autograd(_save_group, _return_rows),
-)  # fmt: skip
 _call = define_operator(
     _OPERATOR, _run, fake=_fake, count_flops=count_product_flops, autograd=Autograd(_save, _differentiate)
 )
