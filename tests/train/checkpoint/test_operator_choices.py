@@ -77,7 +77,7 @@ def train_timed(folder, out, times, options, kills=None):
     sizes = "train.batch_ramp=[[3, 2]]", "train.batch=4", "train.steps=4", "train.checkpoint_every=2", "model.layers=1"
     config = runs.configure(folder / out, "grid.x=2", "train.shard_sequence=true", "model.hidden=64", *sizes, *options)
     with (
-        mock.patch.object(ShardedTokens, "has_kernel", lambda *args: True),
+        mock.patch.object(ShardedTokens, "has_kernel", return_value=True),
         confirmed.timed_by(times, folder / f"{out} cache of {options} {dist.get_rank()}") as timed,
     ):
 
