@@ -39,6 +39,8 @@ from stretto.planner.grids import divisors
 GIB = 1 << 30
 TIME_LIMIT = 180.0  # seconds after which NCCL aborts ranks that wait for a failed one
 _SHARDED = {"shard_sequence": True}
+# Gradients are sent as they are made, in bf16: NCCL adds in bf16, the kernel beside Stretto's copy engines in fp32.
+_NARROW: Mapping[str, Any] = {"reduce_dtype": None}
 PLANNED = 3  # of the grids that `plan` ranks
 
 
@@ -179,6 +181,7 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
     if ranks > 1:
         ways["FSDP2, compiled, resharded"] = Way("torch", frees_weights=True)
         ways["FSDP2, compiled, symmetric memory"] = Way("torch", is_symmetric=True)
+        ways["FSDP2, gradients in the compute dtype, compiled"] = Way("torch", options=_NARROW)
         for tensor, is_async in itertools.product(divisors(ranks)[1:], (False, True)):
             name = (f"FSDP2={ranks // tensor} " if tensor < ranks else "") + f"TP={tensor}, sequence sharded"
             name += ", async" if is_async else ""
@@ -213,6 +216,7 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
         for text, clips in (("Muon", True), ("Muon, not clipped", False)):
             ways[f"{name}, {text}, compiled"] = Way("stretto", grid=grids[0], optimizer="hidden muon", clips=clips)
         ways[f"{name}, Muon exposed, compiled"] = Way("stretto", grid=grids[0], optimizer="exposed muon")
+        ways[f"{name}, gradients in the compute dtype, compiled"] = Way("stretto", grid=grids[0], options=_NARROW)
         ways[f"{name}, compiled, resharded"] = Way("stretto", grid=grids[0], options={"reshard": "after_forward"})
         ways[f"{name} by blocks, compiled"] = Way("stretto", grid=grids[0], by_blocks=True)
         ways[f"{name} by blocks"] = Way("stretto", "", grid=grids[0], by_blocks=True)
@@ -307,7 +311,8 @@ def _predict(workload: TransformerWorkload, ways: Mapping[str, Way], cluster: Cl
             batch |= {"optimizer": "adamw" if way.optimizer == "adamw" else "muon", "clips": way.clips}
             if workload.routing is not None and (parts := way.grid.get("expert", 1)) > 1:
                 batch["imbalance"] = _find_imbalance(workload, way.routing or workload.routing, parts, way.replicas)
-            found = predict(model, cluster, grid=way.grid, **batch, **way.options)
+            options = {name: value for name, value in way.options.items() if name != "reduce_dtype"}
+            found = predict(model, cluster, grid=way.grid, **batch, **options)
             row |= {"predicted_milliseconds": found.step_time * 1e3, "predicted_gib": found.peak_memory / GIB}
         except ValueError as error:
             row["reason"] = str(error)

@@ -89,6 +89,7 @@ class Way:
 
     Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
     autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
+    options: of both, "reduce_dtype" in place of fp32.
     is_async: async-TP. exchanges: experts divided among all ranks, with NCCL's all-to-all. Stretto's: grid, options of
     `parallelize`; by_blocks: without roles. optimizer: of Muon, whether its exchange is hidden, or exposed; torch's
     gathers matrices in turn, or exchanges them by groups. clips: gradients are clipped, and not only measured. rotates:
@@ -169,8 +170,8 @@ def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> S
     with grid.device:
         model = workload.make()
     blocks = _find_blocks(model)
-    dtypes: dict[str, Any] = {"dtype": workload.dtype, "reduce_dtype": torch.float32}
-    model = parallelize(model, grid, **dtypes, blocks=blocks if way.by_blocks else None, **way.options)
+    options = {"dtype": workload.dtype, "reduce_dtype": torch.float32, **way.options}
+    model = parallelize(model, grid, blocks=blocks if way.by_blocks else None, **options)
     _compile(model, blocks, way)
     optimizer: AdamW
     if way.optimizer == "adamw":
@@ -328,7 +329,8 @@ def _compile(model: Any, blocks: list[str], way: Way) -> None:
 def _shard_fully(
     model: nn.Module, blocks: list[str], workload: TransformerWorkload, mesh: Any, way: Way, ignored: set[nn.Parameter]
 ) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=torch.float32)
+    reduced = way.options.get("reduce_dtype", torch.float32)  # None: in the dtype of gradients
+    policy = MixedPrecisionPolicy(param_dtype=workload.dtype, reduce_dtype=reduced)
     shard: Callable[..., Any] = partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for name in blocks:
         shard(model.get_submodule(name), reshard_after_forward=way.frees_weights)

@@ -35,7 +35,9 @@ pytest.importorskip("transformers")
 @pytest.mark.parametrize("model", [pytest.param("gpt2-xl", marks=pytest.mark.exhaustive), "gemma-7b"])
 def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     setting = TransformersSetting(models=(model,), ranks=2, small=True, layers=1, warm_up=0, repeats=1, rounds=1)
-    names = ("FSDP2, eager", "FSDP2, compiled, resharded", "TP=2, sequence sharded, compiled", "Stretto z=2")
+    narrow = [f"{which}, gradients in the compute dtype, compiled" for which in ("FSDP2", "Stretto z=2")]
+    tensor = "TP=2, sequence sharded, compiled"
+    names = ("FSDP2, eager", "FSDP2, compiled, resharded", tensor, *narrow, "Stretto z=2")
     ways = list_ways(2, has_experts=False)
     chosen = {name: replace(ways[name], compiles="") for name in (*names, "Stretto z=2 by blocks")}
     without = {"FSDP2, torchao's fp8 rowwise": replace(ways["FSDP2, torchao's fp8 rowwise, compiled"], compiles="")}
