@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from stretto import ops
 from stretto.ops.attention import one_rank, packed_attention
 from stretto.ops.attention.block_mask import read_block_mask
-from stretto.ops.attention.exchange import HeadExchange
+from stretto.ops.attention.exchange import Arriving, HeadExchange, Peers
 from stretto.ops.attention.plan import Mask, list_chunks
 from stretto.parallel import Grid, count_collectives
 
@@ -290,3 +290,48 @@ def test_half_of_the_heads_travel_while_the_other_half_attends(ranks):
     forward = "send send await attend send await attend send await await"
     backward = "send send await differentiate send await differentiate send await await"
     assert ranks(2).run(order_by_heads) == [f"{forward} {backward}"] * 2
+
+
+class _NotedStream:
+    """In place of a GPU's side stream: notes what runs on it."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def __enter__(self):
+        self.events.append("(")
+
+    def __exit__(self, *_):
+        self.events.append(")")
+
+    def join(self):
+        self.events.append("join")
+
+
+def order_beside():
+    """What a rank does, forward and backward, where kernels of others' keys have a stream of their own."""
+    events = []
+
+    def noted(name, function):
+        return lambda *arguments: (events.append(name), function(*arguments))[1]
+
+    def fork(peers, steps, device):
+        events.append("fork")
+        return _NotedStream(events)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "fork", fork)
+        patch.setattr(Peers, "start_back", noted("return", Peers.start_back))
+        patch.setattr(Arriving, "wait", noted("await", Arriving.wait))
+        for name in ("attend", "differentiate", "merge_parts"):
+            patch.setattr(one_rank, name, noted(name, getattr(one_rank, name)))
+        differences = find_differences(Case(kv_heads=4, documents=(0, 5, 16), has_sinks=True), "all_gather")
+    return max(differences), " ".join(events)
+
+
+def test_kernels_of_others_keys_run_beside_those_of_own_ones_on_a_stream_that_is_joined(ranks):
+    forward = "fork attend ( await attend ) join merge_parts"
+    backward = "fork differentiate ( await differentiate return ) join await"
+    for difference, events in ranks(2).run(order_beside):
+        assert difference < 1e-10
+        assert events == f"{forward} {backward}"
