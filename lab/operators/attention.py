@@ -55,7 +55,7 @@ class AttentionSetting:
     masks: Annotated[tuple[str, ...], Option("causal, full, packed, with commas.")] = ("causal", "full")
     only: Annotated[tuple[str, ...], Option("forward, backward, with commas.")] = PASSES
     ranks: Ranks = None
-    variants: Annotated[bool, Option("Also without streams of higher priority, and without peers.")] = False
+    variants: Annotated[bool, Option("Also with kernels in turn on one stream, and without peers.")] = False
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
 
     def __post_init__(self) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of context-parallel attention: bytes sent, torch.compile, BlockMask, low precision, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -284,6 +286,51 @@ def order_by_heads():
         q, k = torch.randn(1, 8, LENGTH, 8, requires_grad=True), torch.randn(1, 4, LENGTH, 8, requires_grad=True)
         ops.ulysses_attention(q, k, k).sum().backward()
     return " ".join(events)
+
+
+def order_while_projecting():
+    """What Ulysses does of functions that make q, k and v, in its order, and its results and gradients beside those of
+    tensors: each with the output's projection and without, with a tensor in place of a function."""
+    events, found = [], []
+    heads, start = HeadExchange, HeadExchange._exchange
+    weights = {name: torch.randn(count * 8, 24, dtype=torch.float64) for name, count in zip("qkv", (8, 4, 4))}
+    leaves = [torch.randn(2, LENGTH, 24, dtype=torch.float64), *weights.values(), torch.randn(8).double()]
+    leaves.append(torch.randn(24, 64, dtype=torch.float64))
+    for leaf in leaves:
+        dist.broadcast(leaf, 0)
+        leaf.requires_grad_()
+    x, *weights, sinks, output = leaves
+    options = {"causal": True, "layout": "zigzag", "sinks": sinks, "scale": -0.2, "documents": torch.tensor([0, 9, 32])}
+
+    def project(number):
+        events.append("qkv"[number])
+        return torch.nn.functional.linear(x, weights[number]).unflatten(2, (-1, 8)).transpose(1, 2)
+
+    def differentiate(out):
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    made = [partial(project, number) for number in range(3)]
+    plain = ops.ulysses_attention(*(make() for make in made), **options)
+    right = differentiate(torch.nn.functional.linear(plain.transpose(1, 2).flatten(2), output))
+    events.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "_exchange", lambda *arguments: (events.append("send"), start(*arguments))[1])
+        out = ops.ulysses_attention(*made, kv_heads=4, output=output, **options)
+        order = " ".join(events)
+    for one, two in zip(differentiate(out), right, strict=True):
+        found.append(float((one - two).abs().max()))
+    out = ops.ulysses_attention(made[0], made[1](), made[2], **options)
+    found.append(float((out - plain).abs().max()))
+    for wrong in ({}, {"kv_heads": 3}, {"kv_heads": 2}, {"kv_heads": 4, "output": output[:, :60]}):
+        with pytest.raises(ValueError, match="kv_heads|weight"):
+            ops.ulysses_attention(*made, **wrong)
+    return order, max(found)
+
+
+def test_heads_travel_while_others_are_projected(ranks):
+    for order, difference in ranks(2).run(order_while_projecting):
+        assert order == "q send k send v send send send"
+        assert difference < 1e-10
 
 
 def test_half_of_the_heads_travel_while_the_other_half_attends(ranks):
