@@ -152,7 +152,7 @@ def measure_with_variants(grid: Grid, sequence: int, mask: str, kind: str) -> Ca
 @contextmanager
 def in_turn(stream_index: int) -> Iterator[None]:
     """Have kernels of own keys and of others' take turns, and the exchange's kernels on this side stream."""
-    with mock.patch.object(Peers, "fork", lambda *_: None), mock.patch.object(tiles, "URGENT", stream_index):
+    with mock.patch.object(Peers, "fork", return_value=None), mock.patch.object(tiles, "URGENT", stream_index):
         yield
 
 

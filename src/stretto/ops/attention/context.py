@@ -113,21 +113,23 @@ def _attend_while_projecting(
     q = q if isinstance(q, Tensor) else q()
     _require_tensors(q, q, q, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)
-    kv_heads = next((each.shape[1] for each in (k, v) if isinstance(each, Tensor)), kv_heads)
+    kv_heads = next((each.shape[1] for each in (k, v) if isinstance(each, Tensor) and each.dim() == 4), kv_heads)
     if kv_heads is None or kv_heads < 1 or q.shape[1] % kv_heads:
         raise ValueError(
-            f"ulysses_attention: kv_heads are those of k and v, which divide the {q.shape[1]} heads of q, not {kv_heads}"
+            f"ulysses_attention: kv_heads, of k and v, divide the {q.shape[1]} heads of q, and are not {kv_heads}"
         )
-    if output is not None and (output.dim() != 2 or output.shape[1] % q.shape[1]):
-        raise ValueError(
-            f"ulysses_attention: output is a weight [n, {q.shape[1]} heads * size], not {list(output.shape)}"
-        )
+    heads = q.shape[1]
 
     def make(source: Tensor | Callable[[], Tensor], before: Sequence[Tensor]) -> Tensor:
         made = source if isinstance(source, Tensor) else source()
-        _require_tensors(*before, *[made] * (3 - len(before)), None)
+        _require_tensors(before[0], before[1] if len(before) == 2 else made, made, None)
         if made.shape[1] != kv_heads:
             raise ValueError(f"ulysses_attention: k and v have kv_heads={kv_heads} heads, not {made.shape[1]}")
+        if len(before) == 2 and output is not None and output.shape[1:] != (heads * made.shape[3],):
+            raise ValueError(
+                f"ulysses_attention: output is a weight [n, {heads * made.shape[3]}], of {heads} heads' values, not "
+                f"{list(output.shape)}"
+            )
         return made
 
     makers = partial(make, k), partial(make, v)
@@ -137,10 +139,9 @@ def _attend_while_projecting(
         settings = Settings(name, degree, causal, scale, layout, window, "all_gather")
         sinks, wrap = _cut_sinks(sinks, degree, group), options.get("wrap_collective", call_directly)
         return attend_while_projecting(q, makers, output, kv_heads, sinks, documents, settings, wrap)
-    tensors = [q]
-    for each in makers:
-        tensors.append(each(tensors))
-    out = context_attention(*tensors, group, implementation="ulysses", **options)
+    k = makers[0]([q])
+    v = makers[1]([q, k])
+    out = context_attention(q, k, v, group, implementation="ulysses", **options)
     return out if output is None else torch.nn.functional.linear(out.transpose(1, 2).flatten(2), output)
 
 
