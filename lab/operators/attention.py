@@ -12,11 +12,13 @@ small, for a try of the command, and without torch's context parallelism, which 
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lab.cases import Case, measure_cases, predict_cases
 from lab.harness import Bench, Measured, column
 from lab.operators.attention_peers import attend_here, by_gathering, by_ulysses, torch_context
-from stretto import ops
+from stretto import ops, tiles
 from stretto.bench.harness import FAILURES, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.ops.attention import list_chunks
+from stretto.ops.attention.exchange import Peers
 from stretto.ops.attention.plan import Mask, measure_work
 from stretto.parallel import Grid
 from stretto.planner.compute import BACKWARD_ATTENTION, Device
@@ -52,6 +55,7 @@ class AttentionSetting:
     masks: Annotated[tuple[str, ...], Option("causal, full, packed, with commas.")] = ("causal", "full")
     only: Annotated[tuple[str, ...], Option("forward, backward, with commas.")] = PASSES
     ranks: Ranks = None
+    variants: Annotated[bool, Option("Also with kernels in turn on one stream, and without peers.")] = False
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
 
     def __post_init__(self) -> None:
@@ -78,6 +82,8 @@ class Row:
     torch_ring: float | None = column("torch's, ring (ms)", "{:.3f}")
     torch_ulysses: float | None = column("Ulysses (ms)", "{:.3f}")
     zigzag: float | None = column("Stretto, all-gather, packed zig-zag (ms)", "{:.3f}")
+    turns: float | None = column("the same, kernels in turn, the exchange's last (ms)", "{:.3f}")
+    urgent: float | None = column("the same, kernels in turn (ms)", "{:.3f}")
     all_gather: float | None = column("Stretto, all-gather (ms)", "{:.3f}")
     ring: float | None = column("Stretto, ring (ms)", "{:.3f}")
     ulysses: float | None = column("Stretto, Ulysses (ms)", "{:.3f}")
@@ -98,7 +104,9 @@ def run_attention(setting: AttentionSetting, out: Path) -> Measured:
     about = {"ranks": setting.ranks, "heads": HEADS, "kv_heads": KV_HEADS, "size": SIZE}
     if setting.cluster is not None:
         return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting.ranks))
-    return measure_cases(name, about, cases, setting.ranks, measure, row=Row, out=out)
+    measured = measure_with_variants if setting.variants else measure
+    name += "-variants" * setting.variants
+    return measure_cases(name, about, cases, setting.ranks, measured, row=Row, out=out)
 
 
 def _predict(ranks: int, cluster: Cluster, sequence: int, mask: str, kind: str) -> Case:
@@ -137,6 +145,17 @@ def measure(grid: Grid, sequence: int, mask: str, kind: str) -> Case:
     return _Attention(sequence, mask, grid).measure(kind == "backward")
 
 
+def measure_with_variants(grid: Grid, sequence: int, mask: str, kind: str) -> Case:
+    return _Attention(sequence, mask, grid).measure(kind == "backward", with_variants=True)
+
+
+@contextmanager
+def in_turn(stream_index: int) -> Iterator[None]:
+    """Have kernels of own keys and of others' take turns, and the exchange's kernels on this side stream."""
+    with mock.patch.object(Peers, "fork", return_value=None), mock.patch.object(tiles, "URGENT", stream_index):
+        yield
+
+
 class _Attention:
     """One length: this rank's operands of either layout, and the ways to attend."""
 
@@ -163,7 +182,7 @@ class _Attention:
     def _cut(self, layout: str) -> list[Tensor]:
         return [each.transpose(1, 2)[:, self.places[layout]].transpose(1, 2) for each in self.whole]
 
-    def measure(self, backward: bool) -> Case:
+    def measure(self, backward: bool, *, with_variants: bool = False) -> Case:
         """Times of all ways, and their largest difference from one GPU's, of a result or of q's gradient."""
         documents = None if self.documents is None else torch.tensor(self.documents)
         attend: Any = partial(ops.context_attention, causal=self.causal, documents=documents)
@@ -174,7 +193,7 @@ class _Attention:
         if documents is not None:
             ways["zigzag"] = partial(attend, layout="zigzag", implementation="all_gather"), "zigzag"
             here = partial(attend, group=dist.new_group([self.rank], use_local_synchronization=True))
-        else:
+        elif not with_variants:
             ways |= {
                 "gathered": (partial(by_gathering, self.group, self.causal), self.layout),
                 "torch_ulysses": (partial(by_ulysses, self.group, self.causal), "contiguous"),
@@ -198,10 +217,14 @@ class _Attention:
                 wanted = right.transpose(1, 2)[:, self.places[place]].transpose(1, 2)
                 difference = max(difference, float((found - wanted).abs().max() / wanted.abs().max()))
                 runs[name] = run
+            if with_variants:
+                runs["turns"] = in_turn(0)(runs["all_gather"])
+                runs["urgent"] = in_turn(tiles.URGENT)(runs["all_gather"])
             times = _time(runs)
             del runs, right
             rotations = (("torch_gather", "allgather"), ("torch_ring", "alltoall"))
-            for name, method in rotations if self.device.type == "cuda" and documents is None else ():
+            has_torch = self.device.type == "cuda" and documents is None and not with_variants
+            for name, method in rotations if has_torch else ():
                 try:
                     times |= self._time_torch(name, method, backward)
                 except FAILURES as error:

@@ -166,7 +166,10 @@ def refuse_arguments(model: Any, given: Mapping[str, Any], length: int) -> None:
     if isinstance(positions, Tensor) and positions.dim() != 2:
         raise ValueError(f"position_ids are [batch, seq] on a grid with context, not {list(positions.shape)}")
     if not isinstance(given.get("logits_to_keep", 0), int) or given.get("logits_to_keep", 0):
-        raise ValueError("on a grid with context each rank has the logits of its own tokens: leave out logits_to_keep")
+        raise ValueError(
+            "on a grid with context each rank has the logits of its own tokens: leave out logits_to_keep, and generate "
+            "by stretto.inference.Engine, or on a grid without context"
+        )
 
 
 def refusal_of_default_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:

@@ -177,11 +177,14 @@ class _DriverEvent:
 
 
 class SideStream:
-    """A side stream for copies, which forks from and joins whichever stream is current, through the driver."""
+    """A side stream for copies, which forks from and joins whichever stream is current, through the driver.
 
-    def __init__(self, device: torch.device) -> None:
+    priority: below 0, its kernels go before those of other streams whose blocks still wait for a place.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
         self._opened, self._joined = _DriverEvent(), _DriverEvent()
         self._before: list[tuple[int, int, int]] = []
 

@@ -549,7 +549,9 @@ def find_group(name: str) -> dist.ProcessGroup:
         raise ValueError(f"there is no process group {name!r} that this process is in: {error}") from error
 
 
-def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> OperatorWorkspace:
+def find_workspace(
+    name: str, device: torch.device, size: int, purpose: str, *, follows: bool = True
+) -> OperatorWorkspace:
     """Find or allocate a workspace of the group with slots of `size` bytes or more, for one call.
 
     purpose: "barrier", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one;
@@ -560,8 +562,9 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
     is rare. Nothing but `close_workspaces` frees it while the group lives, since CUDA graphs may hold its address.
-    Calls of one group run one after another: a call on another stream waits for earlier calls. ValueError if it would
-    allocate while a CUDA graph is captured.
+    Calls of one group run one after another: a call on another stream waits for earlier calls. follows: False on a
+    stream that was forked since the last of these, and will be joined. ValueError if it would allocate while a CUDA
+    graph is captured.
     """
     cache = _find_cache(name)
     slots = 1 if purpose in ("barrier", "copy_engine", "scattered copies") and size > TWO_SLOTS_BYTES else 2
@@ -579,7 +582,8 @@ def find_workspace(name: str, device: torch.device, size: int, purpose: str) -> 
             )
             arrivals = torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)
         cache.workspaces[key] = OperatorWorkspace(channel, key[1], slots, arrivals, itertools.cycle(range(slots)))
-    _follow_calls(cache, device)
+    if follows:
+        _follow_calls(cache, device)
     return cache.workspaces[key]
 
 

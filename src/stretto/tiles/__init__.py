@@ -19,7 +19,7 @@ memory.
 
 from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish
 from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
-from stretto.tiles.channel import BlockChannel, Channel
+from stretto.tiles.channel import URGENT, BlockChannel, Channel
 from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_push_data
 from stretto.tiles.host import (
     CopyList,
@@ -75,6 +75,7 @@ from stretto.tiles.signals import (
 
 __all__ = [
     "INTERPRETED",
+    "URGENT",
     "BlockChannel",
     "Channel",
     "CopyList",

@@ -23,6 +23,8 @@ from stretto.tiles.waits import OF_BEGIN, OF_CONSUMER, OF_HOST, OF_PACKETS, OF_P
 _ALIGNMENT = 128
 _MAX_KEPT = 1024  # tensors that a channel knows
 _MODES = ("local", "p2p", "broadcast")
+URGENT = 7
+"""The index of the side stream whose kernels go before all others: small ones, for which another rank waits."""
 
 
 class Channel(NamedTuple):
@@ -301,7 +303,7 @@ class BlockChannel:
         if self.device.type != "cuda":
             return None
         if index not in self._sides:
-            self._sides[index] = SideStream(self.device)
+            self._sides[index] = SideStream(self.device, priority=-2 if index == URGENT else 0)
         return self._sides[index]
 
     def join_side_streams(self) -> None:

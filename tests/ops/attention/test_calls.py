@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of context-parallel attention: bytes sent, torch.compile, BlockMask, low precision, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from stretto import ops
 from stretto.ops.attention import one_rank, packed_attention
 from stretto.ops.attention.block_mask import read_block_mask
-from stretto.ops.attention.exchange import HeadExchange
+from stretto.ops.attention.exchange import Arriving, HeadExchange, Peers
 from stretto.ops.attention.plan import Mask, list_chunks
 from stretto.parallel import Grid, count_collectives
 
@@ -286,7 +288,96 @@ def order_by_heads():
     return " ".join(events)
 
 
+def order_while_projecting():
+    """What Ulysses does of functions that make q, k and v, in its order, and its results and gradients beside those of
+    tensors: each with the output's projection and without, with a tensor in place of a function."""
+    events, found = [], []
+    heads, start = HeadExchange, HeadExchange._exchange
+    shapes = (2, LENGTH, 24), (64, 24), (32, 24), (32, 24), (8,), (24, 64)
+    leaves = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    for leaf in leaves:
+        dist.broadcast(leaf, 0)
+        leaf.requires_grad_()
+    x, *weights, sinks, output = leaves
+    options = {"causal": True, "layout": "zigzag", "sinks": sinks, "scale": -0.2, "documents": torch.tensor([0, 9, 32])}
+
+    def project(number):
+        events.append("qkv"[number])
+        return torch.nn.functional.linear(x, weights[number]).unflatten(2, (-1, 8)).transpose(1, 2)
+
+    def differentiate(out):
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    made = [partial(project, number) for number in range(3)]
+    plain = ops.ulysses_attention(*(make() for make in made), **options)
+    right = differentiate(torch.nn.functional.linear(plain.transpose(1, 2).flatten(2), output))
+    events.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heads, "_exchange", lambda *arguments: (events.append("send"), start(*arguments))[1])
+        out = ops.ulysses_attention(*made, kv_heads=4, output=output, **options)
+        order = " ".join(events)
+    for one, two in zip(differentiate(out), right, strict=True):
+        found.append(float((one - two).abs().max() / two.abs().max()))
+    out = ops.ulysses_attention(made[0], made[1](), made[2], **options)
+    found.append(float((out - plain).abs().max()))
+    for wrong in ({}, {"kv_heads": 3}, {"kv_heads": 2}, {"kv_heads": 4, "output": output[:, :60]}):
+        with pytest.raises(ValueError, match=r"kv_heads|weight"):
+            ops.ulysses_attention(*made, **wrong)
+    return order, max(found)
+
+
+def test_heads_travel_while_others_are_projected(ranks):
+    for order, difference in ranks(2).run(order_while_projecting):
+        assert order == "q send k send v send send send"
+        assert difference < 1e-10
+
+
 def test_half_of_the_heads_travel_while_the_other_half_attends(ranks):
     forward = "send send await attend send await attend send await await"
     backward = "send send await differentiate send await differentiate send await await"
     assert ranks(2).run(order_by_heads) == [f"{forward} {backward}"] * 2
+
+
+class _NotedStream:
+    """In place of a GPU's side stream: notes what runs on it."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def __enter__(self):
+        self.events.append("(")
+
+    def __exit__(self, *_):
+        self.events.append(")")
+
+    def join(self):
+        self.events.append("join")
+
+
+def order_beside():
+    """What a rank does, forward and backward, where kernels of others' keys have a stream of their own."""
+    events = []
+
+    def noted(name, function):
+        return lambda *arguments: (events.append(name), function(*arguments))[1]
+
+    def fork(peers, steps, device):
+        events.append("fork")
+        return _NotedStream(events)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "fork", fork)
+        patch.setattr(Peers, "start_back", noted("return", Peers.start_back))
+        patch.setattr(Arriving, "wait", noted("await", Arriving.wait))
+        for name in ("attend", "differentiate", "merge_parts"):
+            patch.setattr(one_rank, name, noted(name, getattr(one_rank, name)))
+        differences = find_differences(Case(kv_heads=4, documents=(0, 5, 16), has_sinks=True), "all_gather")
+    return max(differences), " ".join(events)
+
+
+def test_kernels_of_others_keys_run_beside_those_of_own_ones_on_a_stream_that_is_joined(ranks):
+    forward = "fork attend ( await attend ) join merge_parts"
+    backward = "fork differentiate ( await differentiate return ) join await"
+    for difference, events in ranks(2).run(order_beside):
+        assert difference < 1e-10
+        assert events == f"{forward} {backward}"

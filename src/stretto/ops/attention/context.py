@@ -5,7 +5,7 @@ TileLink's AllGather KV + self-attention (sections 4.1 and 5, figure 6), here ar
 attends to its own keys while others' arrive, then to those, and merges both by log-sum-exp.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd, isfinite
 from typing import Any, Literal, TypedDict, Unpack, get_args
@@ -18,7 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from stretto.collectives.schedule import Schedule
 from stretto.ops.attention.choice import AttentionProblem, choose_way
 from stretto.ops.attention.joint import OPERATOR
-from stretto.ops.attention.operators import ALONE, Settings, attend_by_heads, attend_to_context
+from stretto.ops.attention.operators import (
+    ALONE,
+    Settings,
+    attend_by_heads,
+    attend_to_context,
+    attend_while_projecting,
+)
 from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.joint.registry import is_runnable, name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
@@ -68,14 +74,75 @@ def ring_attention(
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
+    q: Tensor | Callable[[], Tensor],
+    k: Tensor | Callable[[], Tensor],
+    v: Tensor | Callable[[], Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    kv_heads: int | None = None,
+    output: Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor:
     """`context_attention` to the whole sequence, of a part of the heads: exchanges queries, keys, values and results.
 
     Of ranks that do not divide both q's and k's heads, as many neighbours as divide all three exchange heads, and these
     sets of ranks gather each other's keys. ValueError where that is one rank. DeepSpeed-Ulysses, section 3.
+
+    Given tensors, half of the heads travel while the other half attends. To have the exchange under the projections,
+    give functions that make them, and the output projection's weight: q travels while k and v are made, k while v is,
+    and half of the heads' results while the other half is projected; gradients likewise. kv_heads: of k and v, needed
+    if both are functions. output: [n, heads * e]; returns [b, s / ranks, n], without a bias.
     """
-    return context_attention(q, k, v, group, implementation="ulysses", **options)
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and output is None:
+        return context_attention(q, k, v, group, implementation="ulysses", **options)
+    return _attend_while_projecting(q, k, v, group, kv_heads, output, **options)
+
+
+def _attend_while_projecting(
+    q: Tensor | Callable[[], Tensor],
+    k: Tensor | Callable[[], Tensor],
+    v: Tensor | Callable[[], Tensor],
+    group: dist.ProcessGroup | None,
+    kv_heads: int | None,
+    output: Tensor | None,
+    **options: Unpack[AttentionOptions],
+) -> Tensor:
+    causal, layout, window = options.get("causal", False), options.get("layout", "contiguous"), options.get("window")
+    sinks, documents = options.get("sinks"), options.get("documents")
+    name, ranks = find_name(group), dist.get_world_size(group)
+    q = q if isinstance(q, Tensor) else q()
+    _require_tensors(q, q, q, sinks)
+    _require_mask(causal, window, documents, layout, q.shape[2], ranks)
+    kv_heads = next((each.shape[1] for each in (k, v) if isinstance(each, Tensor) and each.dim() == 4), kv_heads)
+    if kv_heads is None or kv_heads < 1 or q.shape[1] % kv_heads:
+        raise ValueError(
+            f"ulysses_attention: kv_heads, of k and v, divide the {q.shape[1]} heads of q, and are not {kv_heads}"
+        )
+    heads = q.shape[1]
+
+    def make(source: Tensor | Callable[[], Tensor], before: Sequence[Tensor]) -> Tensor:
+        made = source if isinstance(source, Tensor) else source()
+        _require_tensors(before[0], before[1] if len(before) == 2 else made, made, None)
+        if made.shape[1] != kv_heads:
+            raise ValueError(f"ulysses_attention: k and v have kv_heads={kv_heads} heads, not {made.shape[1]}")
+        if len(before) == 2 and output is not None and output.shape[1:] != (heads * made.shape[3],):
+            raise ValueError(
+                f"ulysses_attention: output is a weight [n, {heads * made.shape[3]}], of {heads} heads' values, not "
+                f"{list(output.shape)}"
+            )
+        return made
+
+    makers = partial(make, k), partial(make, v)
+    degree = _find_degree(q.shape[1], kv_heads, ranks)
+    if degree > 1 and not is_traced(q, in_modes=False):
+        q, scale = _fold_scale(q, options.get("scale"))
+        settings = Settings(name, degree, causal, scale, layout, window, "all_gather")
+        sinks, wrap = _cut_sinks(sinks, degree, group), options.get("wrap_collective", call_directly)
+        return attend_while_projecting(q, makers, output, kv_heads, sinks, documents, settings, wrap)
+    k = makers[0]([q])
+    v = makers[1]([q, k])
+    out = context_attention(q, k, v, group, implementation="ulysses", **options)
+    return out if output is None else torch.nn.functional.linear(out.transpose(1, 2).flatten(2), output)
 
 
 def context_attention(
@@ -133,10 +200,15 @@ def context_attention(
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)
     degree = _find_degree(q.shape[1], k.shape[1], ranks) if chosen == "ulysses" else 1
     settings = Settings(name, degree, causal, scale, layout, window, "all_gather" if chosen == "ulysses" else chosen)
-    if degree > 1 and sinks is not None:
-        sinks = sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
     run = _run_in_graph if wrap_collective is call_directly else _run_apart
-    return run(q, k, v, sinks, documents, settings, wrap_collective)
+    return run(q, k, v, _cut_sinks(sinks, degree, group), documents, settings, wrap_collective)
+
+
+def _cut_sinks(sinks: Tensor | None, degree: int, group: dist.ProcessGroup | None) -> Tensor | None:
+    """The sinks of this rank's part of the heads."""
+    if degree == 1 or sinks is None:
+        return sinks
+    return sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
 
 
 def packed_attention(

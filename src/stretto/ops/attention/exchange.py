@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto import tiles
-from stretto.memory.copy_engine import has_nvlink
+from stretto.memory.copy_engine import SideStream, has_nvlink
 from stretto.ops.attention.plan import ExchangeStep, Range, count_rows
 from stretto.ops.choices import find_agreed
 from stretto.ops.moe.routes import CollectiveWrapper
@@ -54,6 +54,19 @@ class Peers(NamedTuple):
     areas: int
     room: int
 
+    def fork(self, steps: int, device: torch.device) -> SideStream | None:
+        """Fork a stream for the kernels that wait for rows of the only step, and for what is made of them; None where
+        these take turns with kernels of the current stream.
+
+        Its blocks go first, so that what is sent back leaves early; the current stream's fill the places that they
+        leave, such as those of the last blocks of a kernel. The caller joins it.
+        """
+        if not self.by_copies or steps != 1 or device.type != "cuda":
+            return None
+        side = find_known(self.group, device, "attention to others' rows", lambda: SideStream(device, priority=-1))
+        side.open()
+        return side
+
     def start(
         self, step: ExchangeStep, rows: Tensor, number: int, fill: Callable[[], object] | None = None
     ) -> Arriving:
@@ -61,7 +74,7 @@ class Peers(NamedTuple):
         kernels of the current stream if copy engines send them."""
         if self.by_copies:
             area = number % max(self.areas - 1, 1)
-            return self._copy(rows, step.sends, step.lands, _count(step.receives), area, fill)
+            return self._copy(rows, step.sends, step.lands, _count(step.receives), area, fill, follows=True)
         if fill is not None:
             fill()
         parts = [rows[part.start : part.stop] for parts in step.sends for part in parts]
@@ -96,8 +109,11 @@ class Peers(NamedTuple):
         receives: Sequence[int],
         area: int,
         fill: Callable[[], object] | None = None,
+        follows: bool = False,
     ) -> Arriving:
         """Push rows into the ranks' workspaces by copy engines: to the rank before this one first, and so on.
+
+        follows: whether this call is the first since the group's last one, which may have been on another stream.
 
         Reuse: a call begins with a barrier of the group, after the kernels that read what came before into its area.
         It is a whole barrier, since all calls here use one slot: kernels read it after the next call has begun. Barrier
@@ -105,7 +121,8 @@ class Peers(NamedTuple):
         """
         shape = self.room, *rows.shape[1:]
         area_bytes = -(-count_bytes(*shape, dtype=rows.dtype) // _ALIGNMENT) * _ALIGNMENT
-        workspace = find_workspace(self.group, rows.device, self.areas * area_bytes, "barrier")
+        size = self.areas * area_bytes
+        workspace = find_workspace(self.group, rows.device, size, "barrier", follows=follows)
         channel = workspace.channel
         slot, offset = 0 if workspace.slots == 2 else None, area * area_bytes
         mapping = tiles.shard_tiles(1, channel.world_size, 1)
@@ -125,7 +142,8 @@ class Peers(NamedTuple):
             return copies
 
         def push() -> Tensor:
-            with tiles.copy_engine(channel):
+            # Without priority, barrier and packing would wait until no block of the current stream's kernel waits.
+            with tiles.copy_engine(channel, stream_index=tiles.URGENT):
                 channel.is_open = False  # what has not been joined is on this stream, too
                 channel.begin("context attention", mapping, mapping, "broadcast", slot=slot)
                 channel.is_open = True

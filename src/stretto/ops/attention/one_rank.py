@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's attention, forward and backward: to its own keys while others' travel, then to those.
 
-Backward, keys come again (they are not kept), during the own keys' gradients of one half of the heads; gradients of
-others' keys return to their ranks during those of the other half.
+Backward, keys come again (they are not kept), and gradients of others' keys return to their ranks, both during the own
+keys' gradients. On GPUs whose copy engines bring all keys at once, kernels of these run on a stream of their own
+(`Peers.fork`), beside those of own keys; elsewhere between those of one half of the heads and those of the other.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -33,15 +35,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Context
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], call.plan.steps
     rows, arriving = _start(k, v, call)
+    side = call.peers.fork(len(steps), q.device)
     parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
-    for number, step in enumerate(steps):
-        assert arriving is not None
-        arrived = arriving.wait()
-        arriving = _go_on(call, number + 1, rows)
-        if step.blocks:
-            parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
-        if arriving is not None and len(parts) > 1:  # or each step would keep a result
-            parts = [Part(Range(0, length), *merge_parts(parts, length, parts[0].lse.dtype))]
+    with side or nullcontext():
+        for number, step in enumerate(steps):
+            assert arriving is not None
+            arrived = arriving.wait()
+            arriving = _go_on(call, number + 1, rows)
+            if step.blocks:
+                parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
+            if arriving is not None and len(parts) > 1:  # or each step would keep a result
+                parts = [Part(Range(0, length), *merge_parts(parts, length, parts[0].lse.dtype))]
+    if side is not None:
+        side.join()
     return merge_parts(parts, length, q.dtype, sinks)
 
 
@@ -52,13 +58,14 @@ def backward(
     grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
     steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
     rows, arriving = _start(k, v, call)
+    side = call.peers.fork(len(steps), q.device)
 
     def differentiate_own(kv_heads: slice) -> Gradients:
         heads = slice(kv_heads.start * each, kv_heads.stop * each)
         operands = grad[:, heads], q[:, heads], k[:, kv_heads], v[:, kv_heads]
         return differentiate(*operands, out[:, heads], lse[:, heads], call.plan.own, call.scale, call.varies)
 
-    middle = k.shape[1] // 2 if steps else 0
+    middle = 0 if not steps else k.shape[1] // 2 if side is None else k.shape[1]
     first, second = slice(0, middle), slice(middle, k.shape[1])
     own = [(first, differentiate_own(first))] if middle else []  # while keys come
     theirs: list[tuple[Range, Tensor]] = []
@@ -66,19 +73,23 @@ def backward(
     if rows is not None and (len(steps) > 1 or call.varies):  # of steps, or of many documents, whose parts are short
         sums = torch.zeros_like(rows, dtype=torch.promote_types(k.dtype, torch.float32))
     returning: list[tuple[ExchangeStep, Arriving]] = []
-    for number, step in enumerate(steps):
-        assert arriving is not None
-        arrived = arriving.wait()
-        arriving = _go_on(call, number + 1, rows)
-        returned = _new_rows(k, v, len(arrived), k.dtype)
-        if step.blocks:
-            found = differentiate(grad, q, *unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
-            theirs = _add_steps(theirs, found.q, q) if len(steps) > 1 else found.q
-            for parts, target in zip((found.k, found.v), unpack(returned, size), strict=True):
-                add_parts(parts, target)
-        _add_returned(sums, returning)
-        returning.append((step, call.peers.start_back(step, returned)))
-    own.append((second, differentiate_own(second)))  # while gradients return
+    with side or nullcontext():
+        for number, step in enumerate(steps):
+            assert arriving is not None
+            arrived = arriving.wait()
+            arriving = _go_on(call, number + 1, rows)
+            returned = _new_rows(k, v, len(arrived), k.dtype)
+            if step.blocks:
+                found = differentiate(grad, q, *unpack(arrived, size), out, lse, step.blocks, call.scale, call.varies)
+                theirs = _add_steps(theirs, found.q, q) if len(steps) > 1 else found.q
+                for parts, target in zip((found.k, found.v), unpack(returned, size), strict=True):
+                    add_parts(parts, target)
+            _add_returned(sums, returning)
+            returning.append((step, call.peers.start_back(step, returned)))
+    if middle < k.shape[1]:
+        own.append((second, differentiate_own(second)))  # while gradients return
+    if side is not None:
+        side.join()
     _add_returned(sums, returning)
     others = [(Range(0, length), sums)] if sums is not None else []
     for step, arriving in returning:

@@ -5,7 +5,7 @@ Eager calls take the functions, in which dispatch modes see the collectives, and
 have the operators, with their fakes, gradients and FLOP formulas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -72,27 +72,83 @@ def attend_by_heads(
         q, k, v = (torch.ops.stretto.exchange_heads(each, *place, True) for each in (q, k, v))
         out = attend_to_context(q, k, v, sinks, documents, settings, wrap)
         return torch.ops.stretto.exchange_heads(out, *place, False)
-    heads, kv_heads = q.shape[1] // degree, k.shape[1] // degree
-    pieces = 2 if heads % 2 == 0 and (kv_heads == 1 or kv_heads % 2 == 0) else 1
+    pieces, of_kv = _count_pieces(q.shape[1] // degree, k.shape[1] // degree)
     exchange = _find_exchange(documents, q.shape[2], settings.group, degree, settings.layout, wrap)
 
     def cut(tensor: Tensor, count: int) -> tuple[Tensor, ...]:
         return tensor.unflatten(1, (degree, -1)).tensor_split(count, 2)
 
-    of_kv = 1 if kv_heads == 1 else pieces
-    travelling, results = [], []
+    travelling = []
     for tensors in zip_longest(cut(q, pieces), cut(k, of_kv), cut(v, of_kv)):
         sent = [each for each in tensors if each is not None]  # one head of k and v serves both halves
-        sizes = [(each.shape[2], each.shape[4]) for each in sent]
-        travelling.append((_StartHeads.apply(exchange, True, *sent), sizes))
+        travelling.append(_start_heads(exchange, sent))
+    results = []
     for number, (rows, sizes) in enumerate(travelling):
         q, *others = _FinishHeads.apply(rows, exchange, True, sizes)
         k, v = others or (k, v)
-        of_these = None if sinks is None else sinks.chunk(pieces)[number].contiguous()
-        out = attend_to_context(q, k, v, of_these, documents, settings, wrap)
-        results.append((_StartHeads.apply(exchange, False, out), [(out.shape[1], out.shape[3])]))
-    parts = [_FinishHeads.apply(rows, exchange, False, sizes)[0].permute(0, 3, 1, 2, 4) for rows, sizes in results]
-    return torch.cat(parts, 3).flatten(2, 3).transpose(1, 2)
+        results.append(_attend_piece((q, k, v), number, pieces, sinks, documents, settings, exchange))
+    return torch.cat([_finish_piece(each, exchange) for each in results], 3).flatten(2, 3).transpose(1, 2)
+
+
+def attend_while_projecting(
+    q: Tensor, makers: Sequence[Callable[[Sequence[Tensor]], Tensor]], output: Tensor | None, kv_heads: int,
+    sinks: Tensor | None, documents: Tensor | None, settings: Settings, wrap: CollectiveWrapper,
+) -> Tensor:  # fmt: skip
+    """`attend_by_heads` that sends q while `makers` make k, and then v, of the tensors before them. output: None, or
+    the output projection's weight [n, heads * e], by which half of the heads is multiplied while the other half's
+    results travel; returns [b, l, n] then."""
+    degree, heads = settings.degree, q.shape[1]
+    pieces, of_kv = _count_pieces(heads // degree, kv_heads // degree)
+    exchange = _find_exchange(documents, q.shape[2], settings.group, degree, settings.layout, wrap)
+    tensors, travelling = [q], [_start_heads(exchange, [q.unflatten(1, (degree, -1))])]
+    for make in makers:
+        tensors.append(make(tensors))
+        travelling.append(_start_heads(exchange, [tensors[-1].unflatten(1, (degree, -1))]))
+    q, k, v = (_FinishHeads.apply(rows, exchange, True, sizes)[0] for rows, sizes in travelling)
+    ks, vs = ((each.chunk(of_kv, 1) * pieces)[:pieces] for each in (k, v))
+    results = [
+        _attend_piece(each, number, pieces, sinks, documents, settings, exchange)
+        for number, each in enumerate(zip(q.chunk(pieces, 1), ks, vs, strict=True))
+    ]
+    if output is None:
+        return torch.cat([_finish_piece(each, exchange) for each in results], 3).flatten(2, 3).transpose(1, 2)
+    weights = output.unflatten(1, (degree, heads // degree, -1)).chunk(pieces, 2)
+    products = (
+        torch.nn.functional.linear(_finish_piece(each, exchange).flatten(2), weight.flatten(1))
+        for each, weight in zip(results, weights, strict=True)
+    )
+    return sum(products, start=next(products))
+
+
+_Travelling = tuple[Tensor, list[tuple[int, int]]]
+"""Rows that `HeadExchange` has started to send, and the heads and numbers of each tensor in them."""
+
+
+def _count_pieces(heads: int, kv_heads: int) -> tuple[int, int]:
+    """In how many parts a rank's heads travel and attend, and in how many those of k and v."""
+    pieces = 2 if heads % 2 == 0 and (kv_heads == 1 or kv_heads % 2 == 0) else 1
+    return pieces, 1 if kv_heads == 1 else pieces
+
+
+def _start_heads(exchange: HeadExchange, tensors: Sequence[Tensor]) -> _Travelling:
+    """Send heads [b, degree, h, l, d] to their ranks."""
+    return _StartHeads.apply(exchange, True, *tensors), [(each.shape[2], each.shape[4]) for each in tensors]
+
+
+def _attend_piece(
+    tensors: tuple[Tensor, Tensor, Tensor], number: int, pieces: int, sinks: Tensor | None, documents: Tensor | None,
+    settings: Settings, exchange: HeadExchange,
+) -> _Travelling:  # fmt: skip
+    """Attend with one part of this rank's heads, and send the results to the ranks of their positions."""
+    of_these = None if sinks is None else sinks.chunk(pieces)[number].contiguous()
+    out = attend_to_context(*tensors, of_these, documents, settings, exchange.wrap)
+    return _StartHeads.apply(exchange, False, out), [(out.shape[1], out.shape[3])]
+
+
+def _finish_piece(travelling: _Travelling, exchange: HeadExchange) -> Tensor:
+    """This rank's positions of one part of all ranks' heads: [b, l, degree, h, e]."""
+    rows, sizes = travelling
+    return _FinishHeads.apply(rows, exchange, False, sizes)[0].permute(0, 3, 1, 2, 4)
 
 
 def _agree(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, documents: Tensor | None, settings: Settings) -> Mask:
