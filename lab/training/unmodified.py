@@ -186,6 +186,8 @@ def list_ways(ranks: int, *, has_experts: bool) -> dict[str, Way]:
             name = (f"FSDP2={ranks // tensor} " if tensor < ranks else "") + f"TP={tensor}, sequence sharded"
             name += ", async" if is_async else ""
             ways[f"{name}, compiled"] = Way("torch", tensor=tensor, is_async=is_async)
+            if has_experts and not is_async:  # Inductor cannot compile its experts (torch 2.11)
+                ways[f"{name}, eager"] = Way("torch", "", tensor=tensor)
             if tensor == ranks:
                 masters = Way("torch", precision="masters", tensor=tensor, is_async=is_async)
                 ways[f"{name}, bf16 weights, compiled"] = masters

@@ -166,6 +166,7 @@ def test_one_gpu_is_compared_with_plain_pytorch_and_several_with_tensor_parallel
     one, four = (set(list_ways(ranks, has_experts=True)) for ranks in (1, 4))
     assert {"PyTorch, autocast, model compiled", "PyTorch, bf16 weights", "Stretto z=1, compiled"} <= one
     assert {"FSDP2=2 TP=2, sequence sharded, compiled", "TP=4, sequence sharded, async, compiled"} <= four
+    assert "TP=4, sequence sharded, eager" in four
     assert {
         "Stretto x=4, sequence sharded, compiled",
         "Stretto data=4 expert=4",

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of each expert's rows with its weight, and what is built on them."""
 
+from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -281,9 +283,59 @@ def test_torchs_grouped_gemm_is_told_of_multiprocessors_that_stay_free_only_whil
         return torch.zeros(len(offs), len(grad), rows.shape[1])
 
     grad, rows = draw(SEED, 7, 5), draw(SEED + 1, 7, 4)
-    replaced = {"_takes_grouped_gemm": lambda *_: True, "clear_empty": lambda *_: None}
+    replaced = {"_takes_grouped_gemm": lambda *_: True, "_find_quack": lambda *_: None, "clear_empty": lambda *_: None}
     with mock.patch.multiple(grouped_matmul, _grouped_mm=multiply_by_torch, **replaced):
         for room in (22, 0):
             moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5, 7]), room=room)
     assert seen == [22, None]
     assert torch._C._get_sm_carveout_experimental() is None
+
+
+def multiply_as_quack(a, b, *, cu_seqlens_m=None, cu_seqlens_k=None, A_idx=None, tuned=True):
+    """What quack's GEMM computes of ragged rows, or of a ragged sum; it leaves padding, and sums of no rows, as is."""
+    assert not tuned  # it would time configurations at a first call
+    if cu_seqlens_k is not None:
+        bounds = pairwise(cu_seqlens_k.tolist())
+        sums = [a[:, begin:end] @ b[begin:end] if end > begin else a @ b * torch.nan for begin, end in bounds]
+        return torch.stack(sums)
+    rows = a if A_idx is None else a[A_idx.long()]
+    out = rows.new_full((len(rows), b.shape[2]), torch.nan)
+    for expert, (begin, end) in enumerate(pairwise(cu_seqlens_m.tolist())):
+        out[begin:end] = rows[begin:end] @ b[expert]
+    return out
+
+
+@pytest.mark.parametrize("numbers", OFFSETS.values(), ids=OFFSETS)
+def test_the_library_is_quacks_gemm_where_it_is_installed(numbers):
+    offsets, tokens = as_offsets(numbers), as_offsets([4, 0, 3, 1, 1, 2, 0])
+    x, weight, grad = draw(SEED, 5, 8), draw(SEED + 1, 3, 16, 8), draw(SEED + 2, 7, 16)
+    product = partial(grouped_matmul.compute_product, x, weight, offsets, tokens, "library")
+    gradient = partial(grouped_matmul.compute_weight_gradient, grad, x, offsets, None, tokens, "library")
+    right = product(), gradient()
+    gemm, clears = mock.Mock(side_effect=multiply_as_quack), {"clear_padding": fill_padding, "clear_empty": fill_empty}
+    with mock.patch.multiple(grouped_matmul, _find_quack=lambda *operands: gemm, **clears):
+        found = product(), gradient()
+    assert gemm.call_count == 2
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+def fill_padding(out, offsets):
+    out[int(offsets[-1]) :] = 0
+
+
+def fill_empty(out, offsets):
+    out[offsets.diff() == 0] = 0
+
+
+def test_a_quack_that_cannot_be_imported_is_said_and_torchs_gemm_taken(tmp_path, monkeypatch):
+    package = tmp_path / "quack"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('no CuTe here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    find = grouped_matmul._import_quack.__wrapped__
+    with pytest.warns(UserWarning, match="take torch's GEMM, since quack cannot be imported: no CuTe here"):
+        assert find() is None
+    (package / "__init__.py").write_text("")
+    (package / "gemm_interface.py").write_text("def gemm(): pass")
+    assert find().__name__ == "gemm"

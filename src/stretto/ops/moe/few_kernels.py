@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
+from stretto.tiles.call_state import load_groups_limit
 
 CHUNK = tl.constexpr(128)  # choices that others are compared with at once
 COUNTED = tl.constexpr(1024)  # choices counted at once: at least one a thread, since each copy of one would count
@@ -100,6 +101,7 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
     numbered += slot * layout.slot
     packets += slot * (2 * layout.slot) + layout.packets
     publishes = tiles.may_publish(channel)
+    limit = load_groups_limit(channel)
     parts: tl.constexpr = (layout.words + layout.block - 1) // layout.block
     units = world + tl.cdiv(t, layout.rows) * (parts + 1)
     unit = tiles.claim(channel)
@@ -136,8 +138,9 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
         first = unit // (world * parts) * layout.rows
         known = tl.sum(tl.where(at == world * layout.local + peer, tokens, 0), 0)
         if first < known:
-            _receive_rows(channel, layout, choices, numbered, packets, received, before, peer, first, part, known, FP8)
-    tiles.end_unsignalled_call(channel)
+            unit_of = peer, first, part, known
+            _receive_rows(channel, layout, choices, numbered, packets, received, x, before, unit_of, FP8)
+    tiles.end_unsignalled_call(channel, limit)
 
 
 @triton.jit
@@ -209,10 +212,11 @@ def _send_choices(channel, layout, choices, numbered, ids, weights, first, t, pu
 def _send_rows(  # type: ignore[no-untyped-def]
     channel, layout, numbered, packets, x, ids, first, part, t, publishes, FP8: tl.constexpr
 ):
-    """Send a part of some tokens' rows to the ranks with experts of them; with the first one, scales to all ranks."""
+    """Send a part of some tokens' rows to the other ranks with experts of them; with the first one, scales to all.
+
+    FP8: to this rank, too.
+    """
     world: tl.constexpr = channel.world
-    _, _, _, owner = _load_choices(layout, ids, first, t, world)
-    holders = _find_holders(layout, owner, world)
     token = first + tl.arange(0, layout.rows)
     word = part * layout.block + tl.arange(0, layout.block)
     mask = (token < t)[:, None] & (word < layout.words)[None, :]
@@ -231,10 +235,14 @@ def _send_rows(  # type: ignore[no-untyped-def]
         scale = token
         words = x.to(tl.pointer_type(tl.int32), bitcast=True)
         data = tl.load(words + (token * layout.words)[:, None] + word[None, :], mask=mask, other=0)
+    # After the rows are under way: sums over choices wait for the ids.
+    _, _, _, owner = _load_choices(layout, ids, first, t, world)
+    holders = _find_holders(layout, owner, world)
     place = ((channel.rank * layout.tokens + token) * layout.row)[:, None] + word[None, :]
     width: tl.constexpr = triton.next_power_of_2(layout.k)
     scale_place = (channel.rank * layout.tokens + token) * (4 * width) + 2 * width
-    for distance in tl.static_range(1, world + 1):
+    others: tl.constexpr = world + 1 if FP8 else world  # rows that are not rounded need no way to this rank itself
+    for distance in tl.static_range(1, others):
         peer = (channel.rank + distance) % world
         is_there = (holders >> peer) & 1 != 0
         if FP8:
@@ -262,10 +270,14 @@ def _find_scales(layout, x, token, t):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _receive_rows(  # type: ignore[no-untyped-def]
-    channel, layout, choices, numbered, packets, received, before, peer, first, part, known, FP8: tl.constexpr
+    channel, layout, choices, numbered, packets, received, x, before, unit_of, FP8: tl.constexpr
 ):
-    """Take a part of some rows of `peer`'s tokens, and store them at their choices' positions."""
+    """Take a part of some rows of a peer's tokens, or of own ones in `x`, and store them at their choices' positions.
+
+    unit_of: peer, first token, part of the rows, and how many tokens the peer has.
+    """
     world: tl.constexpr = channel.world
+    peer, first, part, known = unit_of
     width: tl.constexpr = triton.next_power_of_2(layout.k)
     awaited: tl.constexpr = layout.rows * 4 * width
     size: tl.constexpr = awaited if awaited > layout.threads else layout.threads
@@ -303,7 +315,13 @@ def _receive_rows(  # type: ignore[no-untyped-def]
 
     is_sent = tl.max(positions, 1) >= 0
     mask = is_sent[:, None] & is_part
-    data = tiles.take_packets(channel, packets + places, mask, first, peer, seen)
+    if FP8:
+        data = tiles.take_packets(channel, packets + places, mask, first, peer, seen)
+    elif peer == channel.rank:
+        words = x.to(tl.pointer_type(tl.int32), bitcast=True)
+        data = tl.load(words + (token * layout.words)[:, None] + word[None, :], mask=mask, other=0)
+    else:
+        data = tiles.take_packets(channel, packets + places, mask, first, peer, seen)
     columns: tl.constexpr = 4 * layout.words  # of fp8
     column = part * (4 * layout.block) + tl.arange(0, 4 * layout.block)
     if FP8:
@@ -349,6 +367,7 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
     numbered += slot * layout.slot
     packets += slot * (2 * layout.slot) + layout.packets
     publishes = tiles.may_publish(channel)
+    limit = load_groups_limit(channel)
     parts: tl.constexpr = (layout.words + layout.block - 1) // layout.block
     peers = tl.arange(0, layout.threads)
     counts = tl.load(choices.counts + peers, mask=peers < world, other=0)
@@ -384,7 +403,7 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
         tl.store(target, tiles.pack(low, high, dtype), mask=mask)
     if tl.program_id(0) == 0:
         tiles.await_numbered(channel, numbered + layout.begun + peers, peers < world, 0, peers)
-    tiles.end_unsignalled_call(channel)
+    tiles.end_unsignalled_call(channel, limit)
 
 
 @triton.jit

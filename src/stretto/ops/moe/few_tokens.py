@@ -377,7 +377,8 @@ def _divide(
     """
     if device.type != "cuda":
         return 2, 2, triton.next_power_of_2(min(words, 16)), 1
-    programs = limit_waiting(world * max_tokens * triton.cdiv(words, 512), device)
+    parts = triton.cdiv(words, 512)
+    programs = limit_waiting(world * (max_tokens * parts + 1) + max_tokens, device)  # at least a unit each
     block = max(min(triton.next_power_of_2(words), 512), 4 * THREADS_OF_A_WARP * 2)
     if world * tokens * triton.cdiv(words, block) > programs and words > block:
         block *= 2

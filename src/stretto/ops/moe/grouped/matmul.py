@@ -2,16 +2,19 @@
 """Grouped products: each expert's rows times its own weight, in one call.
 
 On Hopper, `kernels` multiply bf16 and fp16 where they are estimated to be faster than torch's grouped GEMM (`config`),
-which multiplies bf16 on GPUs, and reads the offsets there. Other dtypes and places take a loop over the experts, for
-which the host reads the offsets: torch's GEMM does the same for them, and supports fewer shapes. It leaves what was in
-memory in rows of padding, and, on some GPUs, in the gradient of an expert without rows. Kernels write zeros there.
-Only the device knows where that is; programs without anything to clear end
-immediately.
+which multiplies bf16 on GPUs, and reads the offsets there, or quack's (Dao-AILab), of fp16 too and with rows gathered
+inside, where it is installed. Other dtypes and places take a loop over the experts, for which the host reads the
+offsets: torch's GEMM does the same for them, and supports fewer shapes. It leaves what was in memory in rows of
+padding, and, on some GPUs, in the gradient of an expert without rows. Kernels write zeros there. Only the device knows
+where that is; programs without anything to clear end immediately.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -57,10 +60,10 @@ def grouped_matmul(
     int64 [t, k], the rows of each token (`Permuted`), which the gradient of rows needs: it adds them in this order.
 
     implementation: "kernel" is Triton, for bf16 and fp16 with a and b multiples of 8 on GPUs of compute capability 9.0;
-    "library" is torch's grouped GEMM, for bf16 on GPUs of compute capability 9 or 10 with a and b multiples of 8, and
-    otherwise a loop, for which the host reads the offsets. "auto" takes the kernel where it is estimated to be faster,
-    and for fp16. room: multiprocessors that it leaves free, for kernels beside it. ValueError for other shapes and
-    dtypes, and for "kernel" where it cannot run.
+    "library" is quack's grouped GEMM where it is installed, for bf16 and fp16, or torch's, for bf16, on GPUs of compute
+    capability 9 or 10 with a and b multiples of 8, and otherwise a loop, for which the host reads the offsets. "auto"
+    takes the kernel where it is estimated to be faster, and for fp16. room: multiprocessors that it leaves free, for
+    kernels beside it. ValueError for other shapes and dtypes, and for "kernel" where it cannot run.
     """
     require_operands("grouped_matmul", rows, weight, offsets)
     require_implementation(implementation)
@@ -135,10 +138,14 @@ def compute_product(
                 return kernels.multiply(config, rows, weight, offsets, tokens, arrivals)
     if arrivals is not None:
         arrivals.wait()
+    if (gemm := _find_quack(rows, weight)) is not None:
+        out = gemm(rows, weight.transpose(1, 2), cu_seqlens_m=offsets, A_idx=tokens, tuned=False)
+        clear_padding(out, offsets)
+        return out
     rows = take_rows(rows, tokens)
     if _takes_grouped_gemm(rows, weight):
         with _leave_room(room):
-            out: Tensor = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
+            out = _grouped_mm(rows, weight.transpose(1, 2), offs=offsets[1:])
         clear_padding(out, offsets)
         return out
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
@@ -194,9 +201,13 @@ def compute_weight_gradient(
             with torch.cuda.device_of(rows):
                 return kernels.multiply_transposed(config, grad, rows, offsets, grad_tokens, row_tokens)
     grad, rows = take_rows(grad, grad_tokens), take_rows(rows, row_tokens)
+    if (gemm := _find_quack(grad, rows)) is not None:
+        out = gemm(grad.t(), rows, cu_seqlens_k=offsets, tuned=False)
+        clear_empty(out, offsets)
+        return out
     if _takes_grouped_gemm(grad, rows):
         with _leave_room(room):
-            out: Tensor = _grouped_mm(grad.t(), rows, offs=offsets[1:])
+            out = _grouped_mm(grad.t(), rows, offs=offsets[1:])
         clear_empty(out, offsets)
         return out
     out = rows.new_zeros(experts, grad.shape[1], rows.shape[1])
@@ -229,10 +240,28 @@ def take_rows(rows: Tensor, tokens: Tensor | None) -> Tensor:
     return rows if tokens is None else rows.index_select(0, tokens)
 
 
-def _takes_grouped_gemm(*operands: Tensor) -> bool:
-    """True if torch's grouped GEMM takes these operands without the host, and writes a contiguous output."""
+def _find_quack(*operands: Tensor) -> Callable[..., Tensor] | None:
+    """quack's GEMM, None where it is not installed or does not take these operands."""
+    takes = _takes_grouped_gemm(*operands, dtypes=(torch.bfloat16, torch.float16))
+    return _import_quack() if takes else None
+
+
+@cache
+def _import_quack() -> Callable[..., Tensor] | None:
+    if find_spec("quack") is None:
+        return None
+    try:
+        gemm: Callable[..., Tensor] | None = getattr(import_module("quack.gemm_interface"), "gemm", None)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:  # of CUTLASS's Python too
+        warnings.warn(f"grouped products take torch's GEMM, since quack cannot be imported: {error}", stacklevel=2)
+        return None
+    return gemm
+
+
+def _takes_grouped_gemm(*operands: Tensor, dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)) -> bool:
+    """True if a library's grouped GEMM takes these operands without the host, and writes a contiguous output."""
     first = operands[0]
-    if not first.is_cuda or first.dtype != torch.bfloat16 or torch.version.cuda is None:
+    if not first.is_cuda or first.dtype not in dtypes or torch.version.cuda is None:
         return False
     major, _ = torch.cuda.get_device_capability(first.device)
     return major in _CAPABILITIES and all(map(_is_aligned, operands))
