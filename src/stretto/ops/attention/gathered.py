@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.attention.exchange import Peers, can_copy, list_returned
-from stretto.ops.attention.kernels import attend, differentiate
+from stretto.ops.attention.kernels import attend, differentiate, lay_out_by_position
 from stretto.ops.attention.merge import add_parts, merge_parts
 from stretto.ops.attention.plan import Block, Mask, Plan, Range, make_plan
 from stretto.ops.moe.routes import CollectiveWrapper, call
@@ -100,11 +100,11 @@ class _AttendToGathered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
-        saved = ctx.saved_tensors
+        q, k, v, out, lse = ctx.saved_tensors
         with torch._C._DisableAutocast():
-            found = differentiate(grad, *saved, *ctx.settings)
-            gradients = tuple(torch.empty_like(each) for each in saved[:3])
+            results = lay_out_by_position(grad), q, k, v, lay_out_by_position(out), lse
+            found = differentiate(*results, *ctx.settings)
+            gradients = tuple(torch.empty_like(each) for each in (q, k, v))
             for parts, target in zip(found, gradients, strict=True):
                 add_parts(parts, target)
         return *gradients, None, None, None

@@ -79,6 +79,15 @@ def differentiate(
     return found
 
 
+def lay_out_by_position(tensor: Tensor) -> Tensor:
+    """Copy a tensor [b, h, rows, size] if it is not contiguous as [b, rows, h, size], as operators' fakes are.
+
+    Results and their gradients are given to kernels so: torch keeps the graphs of cuDNN's backward kernel by the
+    strides of queries, keys and values alone (2.11), and one of another layout computes wrong gradients in silence.
+    """
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def _cut(tensor: Tensor, rows: Range) -> Tensor:
     return tensor[:, :, rows.start : rows.stop]
 

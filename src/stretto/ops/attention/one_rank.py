@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops.attention.exchange import Arriving, Peers, list_returned
-from stretto.ops.attention.kernels import Gradients, Part, attend, differentiate
+from stretto.ops.attention.kernels import Gradients, Part, attend, differentiate, lay_out_by_position
 from stretto.ops.attention.merge import add_parts, merge_parts
 from stretto.ops.attention.plan import ExchangeStep, Plan, Range
 
@@ -55,7 +55,7 @@ def backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, call: ContextCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of q, k, v and the sinks: of the keys by all ranks' queries, of sinks by this rank's."""
-    grad = grad if grad.stride(-1) == 1 and 0 not in grad.stride() else grad.contiguous()
+    grad, out = lay_out_by_position(grad), lay_out_by_position(out)
     steps, length, size, each = call.plan.steps, q.shape[2], k.shape[3], q.shape[1] // k.shape[1]
     rows, arriving = _start(k, v, call)
     side = call.peers.fork(len(steps), q.device)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from stretto.ops.attention.exchange import HeadExchange, Peers, can_copy
 from stretto.ops.attention.joint import ScheduledCall, forward_by_schedule
+from stretto.ops.attention.kernels import lay_out_by_position
 from stretto.ops.attention.one_rank import ContextCall, backward, forward
 from stretto.ops.attention.plan import Mask, list_chunks_together, make_plan
 from stretto.ops.moe.routes import CollectiveWrapper, call
@@ -246,7 +247,7 @@ def _run_operator(
     mask = _agree(q, k, v, sinks, documents, settings)
     q, k, v = (_align(each) for each in (q, k, v))
     out, lse = _forward(q, k, v, sinks, mask, settings, _find_call(q, mask, settings, call))
-    return _by_position(out), lse.contiguous()
+    return lay_out_by_position(out), lse.contiguous()
 
 
 def _fake_operator(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,11 +255,6 @@ def _fake_operator(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
     wide = torch.promote_types(q.dtype, torch.float32)
     return out, q.new_empty(batch, heads, length, dtype=wide)
-
-
-def _by_position(tensor: Tensor) -> Tensor:
-    """The same, contiguous as [b, length, h, size], as a fake result is."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _run_gradient(
@@ -271,7 +267,7 @@ def _run_gradient(
     mask = Mask(causal, window, _read_documents(documents, total))
     q, k, v = (_align(each) for each in (q, k, v))
     of_q, of_k, of_v, of_sinks = backward(grad, q, k, v, attended, lse, sinks, _find_call(q, mask, settings, call))
-    of_q, of_k, of_v = (_by_position(each) for each in (of_q, of_k, of_v))
+    of_q, of_k, of_v = (lay_out_by_position(each) for each in (of_q, of_k, of_v))
     return of_q, of_k, of_v, q.new_empty(0) if of_sinks is None else of_sinks
 
 

@@ -68,9 +68,13 @@ class AttentionTuner:
 
 
 def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device) -> float:
-    """The median seconds of a forward and a backward pass; infinite where the kernel does not take the call."""
+    """The median seconds of a forward and a backward pass; infinite where the kernel does not take the call.
+
+    It is timed for one sequence more: torch keeps cuDNN's graph of a backward pass by shapes and the strides of
+    queries, keys and values, and would compute the model's own gradients, of other strides than these, by it.
+    """
     query, key, value = (
-        torch.empty_strided(tuple(shape), stride, dtype=call.dtype, device=device).normal_().requires_grad_()
+        _make_operand(shape, stride, call.dtype, device).requires_grad_()
         for shape, stride in zip(call.shapes, call.strides, strict=True)
     )
 
@@ -87,3 +91,11 @@ def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device)
             raise
         except RuntimeError:
             return float("inf")
+
+
+def _make_operand(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random numbers of the shape, with one more in the first dimension, and dimensions in the order of the strides."""
+    order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
+    whole = torch.Size((shape[0] + 1, *shape[1:]))
+    dense = torch.randn([whole[dim] for dim in order], dtype=dtype, device=device)
+    return dense.permute([order.index(dim) for dim in range(len(shape))])
