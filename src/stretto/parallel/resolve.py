@@ -84,8 +84,8 @@ def resolve(
                 )
     elif options.shard_sequence:
         raise ValueError(
-            f"shard_sequence takes roles of all submodules, and {type(model).__name__} is sharded block by block: leave "
-            "it out, or give roles={'name or pattern': role}"
+            f"shard_sequence takes roles of all submodules, and {type(model).__name__} is sharded block by block: "
+            "leave it out, or give roles={'name or pattern': role}"
         )
     if options.invariant:
         from stretto.parallel.layers.invariant import require_invariant  # which imports Triton
