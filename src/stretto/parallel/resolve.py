@@ -83,7 +83,10 @@ def resolve(
                     f"them, but {stages} pipeline stages would divide the blocks: choose pipe=1 and one stage a rank"
                 )
     elif options.shard_sequence:
-        raise ValueError("shard_sequence takes roles of all submodules, and this model is sharded block by block")
+        raise ValueError(
+            f"shard_sequence takes roles of all submodules, and {type(model).__name__} is sharded block by block: "
+            "leave it out, or give roles={'name or pattern': role}"
+        )
     if options.invariant:
         from stretto.parallel.layers.invariant import require_invariant  # which imports Triton
 
