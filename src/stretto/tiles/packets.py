@@ -135,8 +135,9 @@ def _greatest(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sum_packets(  # type: ignore[no-untyped-def]
-    channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr, senders=None, by_tree: tl.constexpr = False
-):
+    channel, pointer, stride, offsets, mask, part, dtype: tl.constexpr, senders=None, by_tree: tl.constexpr = False,
+    own=None,
+):  # fmt: skip
     """Wait for all ranks' packets, empty their places, and sum their numbers in fp32, in rank order.
 
     Returns (low, high, have_arrived): the sums, and whether all packets arrived before the time limit. If not, the sums
@@ -144,28 +145,31 @@ def sum_packets(  # type: ignore[no-untyped-def]
     packet holds two of 16 bits, or one of 32 bits, and then low and high are the same. Each read covers all ranks'
     packets. senders: None, or int32 of a shape that broadcasts to that of offsets: bit r is set where rank r sends a
     packet. by_tree: sum neighbouring ranks first, then these sums, and so on; the number of ranks is a power of two.
+    own: None, or this rank's packets, which are in no memory then (not by_tree).
     """
     _require_one_load(offsets)
     stride = tl.cast(stride, tl.int64)  # all ranks' packets may be 2^31 or more
-    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders, by_tree)
+    low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders, by_tree, own)
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = late >= 0
     while waits:
-        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders, by_tree)
+        low, high, late = _poll_all(channel, pointer, stride, offsets, mask, dtype, senders, by_tree, own)
         waits = late >= 0
         looks += 1
         if waits & (looks % READS_PER_CLOCK == 0):
             began, waits = watch_clock(channel, began, looks, OF_PACKETS, part, 0, late, 0, call_number(channel))
     for rank in tl.static_range(channel.world):
         is_sent = _select_sender(mask, senders, rank)
+        if own is not None:
+            is_sent = is_sent & (channel.rank != rank)
         tl.store(pointer + rank * stride + offsets, tl.zeros(offsets.shape, tl.int32), mask=is_sent)
     return low, high, late < 0
 
 
 @triton.jit
 def _poll_all(  # type: ignore[no-untyped-def]
-    channel, pointer, stride, offsets, mask, dtype: tl.constexpr, senders, by_tree: tl.constexpr
+    channel, pointer, stride, offsets, mask, dtype: tl.constexpr, senders, by_tree: tl.constexpr, own
 ):
     """Return (low, high, late): the sums, and the last rank with a missing packet, or -1."""
     if by_tree:
@@ -176,7 +180,10 @@ def _poll_all(  # type: ignore[no-untyped-def]
     late = tl.full(offsets.shape, -1, tl.int32)
     for rank in tl.static_range(channel.world):
         is_sent = _select_sender(mask, senders, rank)
-        packets = tl.load(pointer + rank * stride + offsets, mask=is_sent, other=_ZERO, volatile=True)
+        is_stored = is_sent if own is None else is_sent & (channel.rank != rank)
+        packets = tl.load(pointer + rank * stride + offsets, mask=is_stored, other=_ZERO, volatile=True)
+        if own is not None:
+            packets = tl.where(is_sent & (channel.rank == rank) & (own != 0), own, packets)
         first, second = unpack(packets, dtype)
         low += first
         high += second

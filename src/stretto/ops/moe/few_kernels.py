@@ -353,8 +353,8 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
 
     rows: [., columns], in the order of dispatch_tokens. A rank's part is the sum of weight times row over its experts'
     choices, in their order, in fp32, rounded once; these are added in fp32 and rounded once.
-    Order: programs claim units, some tokens of a source and a part of their sums, and send them. Then they share out
-    their own tokens.
+    Order: programs claim units, some tokens of another source and a part of their sums, and send them. Then they share
+    out their own tokens, and form this rank's part of their sums there.
     Signals: none but the packets, and a numbered word that tells each rank that this one has begun the call.
     Waits: for the packets of all ranks that have experts of a token; at the end for all ranks' word. Units to be sent
     are claimed, as in dispatch_tokens.
@@ -371,7 +371,8 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
     parts: tl.constexpr = (layout.words + layout.block - 1) // layout.block
     peers = tl.arange(0, layout.threads)
     counts = tl.load(choices.counts + peers, mask=peers < world, other=0)
-    units = 1 + tl.cdiv(tl.max(counts, 0), layout.rows) * (parts * world)
+    others: tl.constexpr = world - 1
+    units = 1 + tl.cdiv(tl.max(counts, 0), layout.rows) * (parts * others)
     unit = tiles.claim(channel)
     while unit < units:
         following = tiles.claim(channel)
@@ -382,9 +383,9 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
                 begin = numbered + layout.begun + channel.rank
                 tiles.push_numbered(channel, begin, peers, begun, (peers == 0) & publishes, peer)
         else:
-            peer = (channel.rank + unit) % world
-            part = (unit - 1) // world % parts
-            first = (unit - 1) // (world * parts) * layout.rows
+            peer = (channel.rank + 1 + (unit - 1) % others) % world
+            part = (unit - 1) // others % parts
+            first = (unit - 1) // (others * parts) * layout.rows
             known = tl.sum(tl.where(peers == peer, counts, 0), 0)
             _send_sums(channel, layout, choices, packets, rows, peer, first, part, known, publishes)
         unit = following
@@ -395,10 +396,11 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
         row = unit // parts * layout.rows + token
         column = unit % parts * layout.block + word
         holders = tl.load(choices.holders + row, mask=row < t, other=0)
+        own, _ = _sum_choices(layout, choices, rows, channel.rank * layout.tokens + row, row < t, column)
         mask = (row < t)[:, None] & (column < layout.words)[None, :]
         places = (row * layout.row)[:, None] + column[None, :]
         stride = layout.tokens * layout.row
-        low, high, _ = tiles.sum_packets(channel, packets, stride, places, mask, unit, dtype, holders[:, None])
+        low, high, _ = tiles.sum_packets(channel, packets, stride, places, mask, unit, dtype, holders[:, None], own=own)
         target = out.to(tl.pointer_type(tl.int32), bitcast=True) + (row * layout.words)[:, None] + column[None, :]
         tl.store(target, tiles.pack(low, high, dtype), mask=mask)
     if tl.program_id(0) == 0:
@@ -409,17 +411,29 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
 @triton.jit
 def _send_sums(channel, layout, choices, packets, rows, peer, first, part, known, publishes):  # type: ignore[no-untyped-def]
     """Send a part of the weighted sums of some of `peer`'s tokens."""
-    dtype: tl.constexpr = rows.dtype.element_ty
     token = first + tl.arange(0, layout.rows)
     word = part * layout.block + tl.arange(0, layout.block)
+    data, is_sent = _sum_choices(layout, choices, rows, peer * layout.tokens + token, token < known, word)
+    places = ((channel.rank * layout.tokens + token) * layout.row)[:, None] + word[None, :]
+    mask = is_sent[:, None] & (word < layout.words)[None, :]
+    tiles.push_packets(channel, packets, places, data, mask, rank=peer, in_fours=True, publishes=publishes)
+
+
+@triton.jit
+def _sum_choices(layout, choices, rows, token, is_token, word):  # type: ignore[no-untyped-def]
+    """(the packets `word` of weighted sums of some tokens' rows here, whether there are any): [rows, block], [rows].
+
+    token: numbered over the sources.
+    """
+    dtype: tl.constexpr = rows.dtype.element_ty
     is_word = (word < layout.words)[None, :]
     copies = rows.to(tl.pointer_type(tl.int32), bitcast=True)
     low = tl.zeros([layout.rows, layout.block], tl.float32)
     high = tl.zeros([layout.rows, layout.block], tl.float32)
     is_sent = tl.zeros([layout.rows], tl.int1)
     for number in tl.static_range(layout.k):
-        choice = (peer * layout.tokens + token) * layout.k + number
-        position = tl.load(choices.positions + choice, mask=token < known, other=-1)
+        choice = token * layout.k + number
+        position = tl.load(choices.positions + choice, mask=is_token, other=-1)
         is_here = position >= 0
         weight = tl.load(choices.weights + choice, mask=is_here, other=0.0)[:, None]
         place = copies + (position.to(tl.int64) * layout.words)[:, None] + word[None, :]
@@ -427,8 +441,4 @@ def _send_sums(channel, layout, choices, packets, rows, peer, first, part, known
         low += first_half * weight
         high += second_half * weight
         is_sent = is_sent | is_here
-    places = ((channel.rank * layout.tokens + token) * layout.row)[:, None] + word[None, :]
-    data = tiles.pack(low, high, dtype)
-    tiles.push_packets(
-        channel, packets, places, data, is_sent[:, None] & is_word, rank=peer, in_fours=True, publishes=publishes
-    )
+    return tiles.pack(low, high, dtype), is_sent
