@@ -4,7 +4,7 @@
 import pytest
 
 from lab.cases import measure_rows
-from lab.operators.attention import BENCH, OURS, AttentionSetting, measure
+from lab.operators.attention import BENCH, OURS, AttentionSetting, measure, measure_with_variants
 
 
 @pytest.mark.long
@@ -21,6 +21,9 @@ def test_rows_have_stretto_and_public_ways(ranks):
         assert row.get("failed") is None
         assert row["difference"] < 2e-2  # of all ways
         assert all(row[name] > 0 for name in (*OURS, "gathered", "torch_ulysses", "alone", "exchange"))
+    (row,) = ranks(2).run(measure_rows, 2, None, cases[1:2], [None], measure_with_variants, len)[0]
+    assert row["difference"] < 2e-2
+    assert all(row[name] > 0 for name in (*OURS, "turns", "urgent"))
 
 
 def test_predictions_hide_exchanges_of_long_sequences(tmp_path):
