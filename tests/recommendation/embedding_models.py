@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 from unittest import mock
 
@@ -131,6 +132,47 @@ def whole(parameter: Tensor) -> Tensor:
 def make_model(dtype: torch.dtype, everything: bool = True) -> ClickModel:
     torch.manual_seed(5)
     return ClickModel(everything=everything).to(dtype)
+
+
+def train_torchrecs_model(kinds: dict[str, Any], **generated: Any) -> float:
+    """Train the model of TorchRec's tests on its generator's batches, distributed and alone on the global ones; returns
+    the largest difference of predictions and weights."""
+    torchrec, models = import_module("torchrec"), import_module("torchrec.distributed.test_utils.test_model")
+    rank, world, cpu = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+
+    def configs(count: int, kind: str) -> list[Any]:
+        return [
+            torchrec.EmbeddingBagConfig(
+                name=f"{kind}table_{place}", num_embeddings=10 * (place + 1), embedding_dim=4 * (place + 2),
+                feature_names=[f"{kind}feature_{place}"],
+            )
+            for place in range(count)
+        ]  # fmt: skip
+
+    tables, weighted = configs(4, ""), configs(2, "weighted_")
+    torch.manual_seed(3)
+    plain = models.TestSparseNN(tables=tables, weighted_tables=weighted, dense_device=cpu, sparse_device=cpu)
+    plain.dense.dummy_buffer = plain.dense.dummy_buffer.detach()  # a parameter that is a buffer
+    shared = distribute_embeddings(copy.deepcopy(plain), Grid(data=world, device="cpu"), kinds=kinds)
+    alone, ours = (torch.optim.SGD(model.parameters(), lr=0.5, foreach=False) for model in (plain, shared))
+    worst = 0.0
+    for step in range(STEPS):
+        whole_batch, parts = models.ModelInput.generate(
+            4, world, num_float_features=10, tables=tables, weighted_tables=weighted, random_seed=step, **generated
+        )
+        found = []
+        for model, optimizer, batch in ((plain, alone, whole_batch), (shared, ours, parts[rank])):
+            optimizer.zero_grad()
+            loss, predictions = model(batch)
+            loss.backward()
+            optimizer.step()
+            found.append(predictions.detach())
+        worst = max(worst, float((found[0].chunk(world)[rank] - found[1]).abs().max()))
+    expected = plain.state_dict()
+    for name, value in shared.state_dict().items():
+        if not isinstance(value, TensorBox):
+            worst = max(worst, float((whole(value) - expected[name]).abs().max()))
+    return worst
 
 
 def schedule(implementation: Any = "library") -> list[bool]:

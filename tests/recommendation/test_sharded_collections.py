@@ -77,6 +77,22 @@ def test_the_fused_operator_pools_and_updates_as_one_rank_does(interpret: Callab
     interpret(2, embedding_models.compare_kernel)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "generated"),
+    [
+        ({}, {}),
+        ({"table_0": "row", "table_3": "row", "weighted_table_1": "row"}, {"use_offsets": True}),
+        ({"table_0": "column", "weighted_table_0": "column"}, {"pooling_avg": 1}),
+        ({}, {f"{name}_dtype": torch.int32 for name in ("indices", "offsets", "lengths")}),
+    ],
+)
+def test_torchrecs_own_test_model_trains_as_on_one_rank(
+    ranks: MakeRanks, kinds: dict[str, Any], generated: dict[str, Any]
+) -> None:
+    pytest.importorskip("torchrec", reason="the model")
+    assert max(ranks(2).run(embedding_models.train_torchrecs_model, kinds, timeout=300, **generated)) < 1e-5
+
+
 def test_schedulers_set_the_rate_and_frozen_tables_stay(ranks: MakeRanks) -> None:
     for found in ranks(2).run(embedding_models.schedule):
         assert found == [True, True, True]
