@@ -132,7 +132,7 @@ def launch_sending(transposed=False):
     )
     config = find_config(GroupedWork("product", 128, False), 132)
     with (
-        mock.patch.object(kernels, "find_landing", return_value=(block_channel, 0, 0)),
+        mock.patch.object(kernels, "find_landing", return_value=(block_channel, 0, 0, None)),
         mock.patch.object(kernels.Routed, "order", return_value=order),
     ):
         kernels.multiply_leaving(config, rows, weight, torch.zeros(256, 2), routed, "group")

@@ -61,14 +61,15 @@ class CopiedMoves(NamedTuple):
         with tiles.copy_engine(self.channel, forks=False):
             for move in self.moves[: len(self.moves) - self._has_last]:
                 if not self._is_of_own_rows(move):
-                    self._await(move)
+                    self._await_tiles(move)
+                    self._await_signals(move)
                     self._move(move)
                 elif pushed := [to for to in move.destinations if to.rank != self.channel.rank]:
                     self._copy(move, self.inputs, move.sources[0].rows.start, pushed)
-            if self._has_last:
-                self._await(self.moves[-1])
             if self.sums is not None and self.sums.targets:
                 tiles.rank_reset_counts(self.sums.counters, len(self.sums.counters))
+            if self._has_last:  # its tiles are complete when the kernel ends
+                self._await_signals(self.moves[-1])
 
     def make_last(self) -> None:
         """Make a reduction's last move, if it is this rank's alone, on the current stream, which has the product."""
@@ -79,13 +80,16 @@ class CopiedMoves(NamedTuple):
     def _has_last(self) -> bool:
         return self.sums is not None and self.sums.has_last
 
-    def _await(self, move: Move) -> None:
-        """Make the stream wait for the sources: the product's tiles by count, if any are counted, others by signals."""
+    def _await_tiles(self, move: Move) -> None:
+        """Make the stream wait for the tiles of the product that a move sends or adds."""
         for one in move.sources:
             if self.sums is not None and one.sender == self.channel.rank:
-                if one.channel in self.sums.targets:
-                    tiles.rank_await_count(self.sums.counters, one.channel, self.sums.targets[one.channel])
-            elif one.sender != NOBODY:
+                tiles.rank_await_count(self.sums.counters, one.channel, self.sums.targets[one.channel])
+
+    def _await_signals(self, move: Move) -> None:
+        """Make the stream wait for what other moves bring to this one."""
+        for one in move.sources:
+            if one.sender != NOBODY and (self.sums is None or one.sender != self.channel.rank):
                 tiles.rank_wait(self.channel, one.channel, one.sender)
 
     def _move(self, move: Move) -> None:

@@ -232,9 +232,8 @@ def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProdu
     blocks = config.blocks
     assert blocks is not None
     members, nodes = find_group(group), find_agreed(group, x.device).nodes
-    joint = find_joint(
-        operator, config.schedule, members.size(), x.shape[0], blocks.m, nodes, is_shifted=config.is_shifted
-    )
+    shape, pulls = (members.size(), x.shape[0], blocks.m), config.direction == "pull"
+    joint = find_joint(operator, config.schedule, *shape, nodes, pulls=pulls, is_shifted=config.is_shifted)
     width = x.shape[1] if joint.is_gather else weight.shape[0]
     _require_countable(joint, width)
     group_here = find_node_group(group, x.device, nodes) if nodes else group
