@@ -317,6 +317,7 @@ def alone() -> Engine:
         ({"prompts": [torch.ones(2, dtype=torch.bool)]}, "a prompt has True"),
         ({"stop": 3}, r"stop is 3, but must be a list of token ids: \(\) for none"),
         ({"stop": ["</s>"]}, "stop has '</s>'"),
+        ({"max_new_tokens": True}, "max_new_tokens is True, but must be a positive integer; 1 is the least"),
         ({"seed": 1.5}, "seed is 1.5, but must be an integer; 0 is the default"),
         ({"seed": 1 << 63}, "must be of 64 bits; 0 would do"),
         ({"top_k": 2.5}, "top_k is 2.5, but must be an integer"),
