@@ -154,8 +154,8 @@ def measure_threshold(seconds: dict[int, tuple[float, float]]) -> tuple[int | No
     fusers, measured = [], []
 
     class Seen(fused_blocks.BlockFuser):
-        def fuse(self) -> None:
-            super().fuse()
+        def fuse(self, positions: int) -> None:
+            super().fuse(positions)
             fusers.append(self)
 
     def measure(runs: Any, *_: Any) -> Any:

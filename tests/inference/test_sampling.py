@@ -34,7 +34,7 @@ def logits_of(rows: int, vocab: int) -> Tensor:
 
 
 SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 7, 0.6), (1e-4, 0, 1.0), (50.0, 1, 1.0)]
-VOCABULARIES = (61, 9, 5120)  # in one piece on each rank, and in 64
+VOCABULARIES = (61, 8, 5120)  # in one piece on each rank, and in 64
 
 
 def draw_on_parts() -> list[Any]:
