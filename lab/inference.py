@@ -33,7 +33,7 @@ from stretto.bench.settings import Layers, Needs, Option, Ranks, Rounds, require
 from stretto.cluster import Cluster
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.inference import Engine, fused_blocks
-from stretto.ops.operator import all_reduce
+from stretto.ops.operator import all_reduce, find_group
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.capture import WARM_UP
@@ -185,7 +185,7 @@ class SumsByLibrary(AbstractContextManager[None]):
     def __init__(self, how: str, rows: int) -> None:
         self._rows = rows
         self._buffer: Tensor | None = None
-        self._patch = mock.patch.multiple(fused_blocks, matmul_all_reduce_norm=self.call, sum_rows=all_reduce)
+        self._patch = mock.patch.multiple(fused_blocks, matmul_all_reduce_norm=self.call, sum_rows=self.sum)
         self._is_symmetric = how == "symmetric-memory"
 
     def __enter__(self) -> None:
@@ -212,24 +212,38 @@ class SumsByLibrary(AbstractContextManager[None]):
         """Compute `ops.matmul_all_reduce_norm` by another library's sum."""
         assert not invariant
         rows = x.flatten(0, -2)
-        total = self._sum_symmetric(rows, weight, group) if self._is_symmetric else rows @ weight.t()
-        if not self._is_symmetric:
-            dist.all_reduce(total, group=group)
+        if self._is_symmetric:
+            part = self._find_part(len(rows), len(weight), rows, group)
+            total = _add_up(torch.mm(rows, weight.t(), out=part), group)
+        else:
+            total = all_reduce(rows @ weight.t(), group.group_name)
         operands = NormOperands(bias, residual.flatten(0, -2), norm_weight, norm_bias)
         normed, added = add_norm(total, operands, Norm(norm, eps, offset))
         return normed.view_as(residual), added.view_as(residual)
 
-    def _sum_symmetric(self, rows: Tensor, weight: Tensor, group: dist.ProcessGroup) -> Tensor:
-        if self._buffer is None:  # of the widest output: all have the model's width
+    def sum(self, x: Tensor, name: str) -> Tensor:
+        """Compute `sum_rows` by another library's sum."""
+        if not self._is_symmetric:
+            return all_reduce(x, name)
+        group = find_group(name)
+        part = self._find_part(len(x), x.shape[1], x, group).copy_(x)
+        total = _add_up(part, group)
+        return total.clone() if total.data_ptr() == part.data_ptr() else total  # products write there, too
+
+    def _find_part(self, rows: int, width: int, like: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """So many rows of the symmetric buffer; width: of the model's hidden states."""
+        if self._buffer is None:
             import torch.distributed._symmetric_memory as symmetric
 
-            self._buffer = symmetric.empty(self._rows, weight.shape[0], dtype=rows.dtype, device=rows.device)
+            self._buffer = symmetric.empty(self._rows, width, dtype=like.dtype, device=like.device)
             symmetric.rendezvous(self._buffer, group)
-        part = self._buffer[: len(rows)]
-        torch.mm(rows, weight.t(), out=part)
-        if part.numel() * part.element_size() <= _ONE_SHOT_BYTES:
-            return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)
-        return torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", group.group_name)
+        return self._buffer[:rows]
+
+
+def _add_up(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if part.numel() * part.element_size() <= _ONE_SHOT_BYTES:
+        return torch.ops.symm_mem.one_shot_all_reduce(part, "sum", group.group_name)
+    return torch.ops.symm_mem.two_shot_all_reduce_(part, "sum", group.group_name)
 
 
 def _make(setting: InferenceSetting, device: torch.device) -> Any:

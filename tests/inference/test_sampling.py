@@ -34,7 +34,7 @@ def logits_of(rows: int, vocab: int) -> Tensor:
 
 
 SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.9, 7, 0.6), (1e-4, 0, 1.0), (50.0, 1, 1.0)]
-VOCABULARIES = (61, 9, 5120)  # in one piece on each rank, and in 64
+VOCABULARIES = (61, 8, 5120)  # in one piece on each rank, and in 64
 
 
 def draw_on_parts() -> list[Any]:
@@ -101,7 +101,8 @@ def test_a_row_is_drawn_alike_in_any_company() -> None:
     [
         ({"temperature": -1.0}, "temperature is -1.0, but must be finite, and 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0, but must be at least 1, or None"),
+        ({"top_k": 0}, "top_k is 0, but must be from 1 to 2"),
+        ({"top_k": 2**63}, "or None for all tokens"),
         ({"top_p": 0.0}, "top_p is 0.0, but must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p is 1.5"),
         ({"seed": 2**63}, "must be of 64 bits; 0 would do"),

@@ -284,7 +284,7 @@ class Engine:
         self, prompt: Any, max_new_tokens: int, *, stop: Any, log_probabilities: bool = False, **sampling: Any
     ) -> Request:
         ids = parse_prompt(prompt, self.vocab)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}, but must be a positive integer; 1 is the least")
         ends = self._stop if stop is None else parse_stop(stop)
         request = Request(ids, max_new_tokens, Sampling(**sampling), ends, log_probabilities)

@@ -33,13 +33,12 @@ from stretto.ops.embedding.move_rows import find_addresses, look_up_rows
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_streaming
 from stretto.ops.moe import gated_activation
 from stretto.ops.row_sums.kernel import sum_rows
-from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
+from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm, can_launch
 from stretto.parallel.layers.embedding import ParallelEmbedding
 from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layout import local
-from stretto.tiles import INTERPRETED
 
 
 class BlockFuser:
@@ -352,7 +351,7 @@ def _fuse_gate(mlp: Any, both: JoinedWeights) -> None:
 
 def _fuse_embedding(embedding: ParallelEmbedding, group: dist.ProcessGroup) -> None:
     own = local(embedding.weight)
-    address, rows = find_addresses([own], own.device), max(1, embedding.plan.rows)
+    address, rows = find_addresses([own], own.device), embedding.plan.rows
 
     def forward(ids: Tensor) -> Tensor:  # which the engine has checked
         found = look_up_rows(ids, address, embedding.first_row, rows, own)
@@ -366,8 +365,8 @@ def _is_plain_embedding(module: nn.Module) -> TypeGuard[ParallelEmbedding]:
     if not isinstance(module, ParallelEmbedding) or module._forward_hooks or module._forward_pre_hooks:
         return False
     own, compute = local(module.weight), module.plan.precision.compute
-    runs = own.is_cuda or INTERPRETED.value  # on all ranks alike: some may have no rows
-    return runs and own.is_contiguous() and compute in (None, own.dtype) and not module.plan.is_sharded
+    is_known = compute in (None, own.dtype) and not module.plan.is_sharded
+    return can_launch(own) and own.is_contiguous() and is_known
 
 
 def _is_plain_linear(module: nn.Module) -> TypeGuard[ParallelLinear]:

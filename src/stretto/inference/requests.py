@@ -37,8 +37,8 @@ class Sampling:
                 f"temperature is {self.temperature}, but must be finite, and 0 (the best token) or at least "
                 f"{_LEAST_TEMPERATURE}; 0 would do"
             )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}, but must be at least 1, or None for all tokens")
+        if self.top_k is not None and not 1 <= self.top_k < 2**63:
+            raise ValueError(f"top_k is {self.top_k}, but must be from 1 to 2^63 - 1, or None for all tokens")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}, but must be above 0 and at most 1; 1 draws from all tokens")
         if not -(2**63) <= self.seed < 2**63:

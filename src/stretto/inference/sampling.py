@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from stretto.ops.decoding.best_tokens import find_best, suits_kernels
 from stretto.parallel.comm.collectives import NO_GROUP, all_reduce, gather_rows
@@ -53,8 +52,6 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     [rows]."""
     if suits_kernels(scores, part.longest * part.group.size()):
         return find_best(scores.contiguous(), part.first, part.group)
-    if not scores.shape[1]:  # of a short vocabulary the last ranks have nothing
-        scores = scores.new_full((len(scores), 1), -torch.inf)
     # Rows in pieces, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.
     pieces = math.gcd(scores.shape[1], 64)
     best, ids = scores.unflatten(1, (pieces, -1)).max(2)
@@ -73,7 +70,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, part: VocabularyPart) -> T
 
     Their bits do not depend on how the vocabulary is divided.
     """
-    logits = _never_empty(logits.float())
+    logits = logits.float()
     highest = all_reduce(logits.amax(1), part.group, dist.ReduceOp.MAX)
     here = tokens - part.first
     is_here = (here >= 0) & (here < logits.shape[1])
@@ -121,7 +118,7 @@ def draw_tokens(logits: Tensor, rows: RandomRows, part: VocabularyPart) -> Tenso
 
 
 def _draw(logits: Tensor, rows: RandomRows, part: VocabularyPart) -> Tensor:
-    scaled = _never_empty(logits.double() / rows.temperature.unsqueeze(1))
+    scaled = logits.double() / rows.temperature.unsqueeze(1)
     ids = torch.arange(scaled.shape[1], device=scaled.device) + part.first
     scores = scaled + _gumbel_noise(rows.seed, rows.place, ids)
     if rows.top_k is None and rows.top_p is None:
@@ -177,8 +174,3 @@ def _mix(x: Tensor) -> Tensor:
     x = ((x ^ x >> 16) * 0x85EBCA6B) & _MASK
     x = ((x ^ x >> 13) * 0xC2B2AE35) & _MASK
     return x ^ x >> 16
-
-
-def _never_empty(logits: Tensor) -> Tensor:
-    """The logits of a rank, with one of no probability where it has none."""
-    return logits if logits.shape[1] else F.pad(logits, (0, 1), value=-torch.inf)
