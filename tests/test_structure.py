@@ -238,6 +238,13 @@ OF_OBJECTS |= {"send_object_list", "recv_object_list"}
 UNPICKLE = {"collectives/executor/processes.py", "train/checkpoint/storage.py", "train/checkpoint/torch_format.py"}
 
 
+def test_asserts_call_no_methods():
+    """PYTHONOPTIMIZE removes them, with what they do."""
+    calling = re.compile(r"^\s*assert [^\"'\n]*(\.\w+\(|:=)", re.MULTILINE)
+    found = {str(path): calling.findall(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    assert {path: calls for path, calls in found.items() if calls} == {}
+
+
 def test_nothing_unpickles_what_another_rank_sends():
     """`stretto.memory.plain_data` exchanges values. Benches, which the library does not use, are not looked at."""
     pickled = set()
