@@ -5,6 +5,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -142,6 +144,13 @@ def test_what_is_replaced_keeps_its_permissions_and_its_links(tmp_path: Path) ->
     assert (tmp_path / "later").read_bytes() == b"more"
     write_atomically(tmp_path / ("n" * 250), "a long name")
     assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_new_text_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    code = "import pathlib, stretto.atomic_files as files; files.create_atomically(pathlib.Path('new'), chr(0x201c))"
+    ascii_alone = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | ascii_alone, cwd=tmp_path, check=True)
+    assert (tmp_path / "new").read_text(encoding="utf-8") == chr(0x201C)
 
 
 def test_devices_and_pipes_are_written_to_and_not_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 import pytest
 
 from stretto.quantities import (
+    counted,
     read_bandwidth,
     read_bytes,
     read_seconds,
@@ -63,6 +64,11 @@ def test_times_are_read(text, seconds):
 def test_invalid_quantities_raise(read, text):
     with pytest.raises(ValueError, match=r"is no|not finite|must be more than 0|must be a whole number"):
         read(text)
+
+
+def test_one_of_a_kind_is_no_plural():
+    found = [counted(number, noun) for number in (0, 1, 1024) for noun in ("rank", "micro-batch")]
+    assert found == ["0 ranks", "0 micro-batches", "1 rank", "1 micro-batch", "1,024 ranks", "1,024 micro-batches"]
 
 
 def test_a_switch_is_on_for_1_alone_and_refuses_what_is_neither_on_nor_off(monkeypatch):

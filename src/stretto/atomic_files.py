@@ -48,7 +48,10 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
 
 def create_atomically(path: Path, content: str) -> None:
     """Create a file of UTF-8 text, whole or not at all. Raises FileExistsError where there is one, which stays."""
-    with naming_file(path), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.") as beside:
+    with (
+        naming_file(path),
+        tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.") as beside,
+    ):
         beside.write(content)
         beside.flush()
         os.fchmod(beside.fileno(), 0o644)

@@ -21,6 +21,11 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|inf|nan)"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what there is of it: 1 rank, 1,024 ranks, 2 micro-batches."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def read_bytes(text: str) -> int:
     """Bytes: 4096, 1MiB or 1M (2^20), 1MB (10^6), in either case. ValueError for anything else."""
     match = re.fullmatch(rf"{_NUMBER}([KMGT]?)(i?)(B?)", text.strip(), re.ASCII | re.IGNORECASE)

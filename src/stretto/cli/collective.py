@@ -29,7 +29,7 @@ from stretto.cli.schedules import (
     shown_name,
     write,
 )
-from stretto.quantities import read_bytes
+from stretto.quantities import counted, read_bytes
 from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
@@ -368,7 +368,7 @@ def _show_in_operator(
         raise ValueError(f"{shown_name(schedule.name)} in {operator}: {errors[0]}")
     machine = Cluster.find(cluster)
     time = simulate_joint(joint, of_cluster(machine, ranks), ProductCosts.of_gpu(machine.gpu, n, k, LATENCY))
-    title = f"{shown_name(schedule.name)} in {operator}, {m} x {n} x {k}, {ranks} ranks of {machine.name}"
+    title = f"{shown_name(schedule.name)} in {operator}, {m} x {n} x {k}, {counted(ranks, 'rank')} of {machine.name}"
     plot_joint(time, title, picture, traced)
     print(f"{title}: {1e6 * time.seconds:,.0f} us, {1e6 * time.exposed:,.0f} beyond the product ({time.fidelity})")
     for call in traced:

@@ -23,6 +23,7 @@ from stretto.cli.collective import (
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import DEFAULT_MAX_FILE_BYTES, Compilation, describe, load_schedule, shown_name
 from stretto.cli.simulate import Bandwidth, Latency, NetworkOptions, Topology
+from stretto.quantities import counted
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -227,7 +228,7 @@ def _describe(candidate: Any, seconds: float) -> dict[str, Any]:
 
 def _print_result(about: dict[str, Any], result: "ScheduleTime") -> None:
     print(
-        f"{about['schedule']} on {about['ranks']} ranks of {about['cluster']}, {result.num_bytes:,} bytes, "
+        f"{about['schedule']} on {counted(about['ranks'], 'rank')} of {about['cluster']}, {result.num_bytes:,} bytes, "
         f"{about['protocol']} by the {about['executor']} ({about['costs']}): {result.seconds * 1e6:,.1f} us, "
         f"{result.bandwidth / 1e9:,.1f} GB/s ({result.fidelity})"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.quantities import counted
 
 if TYPE_CHECKING:
     from stretto.report import RunRecord
@@ -39,11 +40,14 @@ def demo(
     if not as_json:
         ranks = f"{config.ranks} ranks, then on one" if config.ranks > 1 else "one rank"
         seconds = round(30 + config.train.steps / 2, -1)
-        print(f"{config.train.steps} steps on {ranks}: about {seconds:.0f} s on 2 CPU cores, less on GPUs", flush=True)
+        print(
+            f"{counted(config.train.steps, 'step')} on {ranks}: about {seconds:.0f} s on 2 CPU cores, less on GPUs",
+            flush=True,
+        )
 
     from stretto.report import read_run, write_report
 
-    _train(config, f"Training on {config.ranks} ranks: {config.grid}", as_json)
+    _train(config, f"Training on {counted(config.ranks, 'rank')}: {config.grid}", as_json)
     beside = None
     if config.ranks > 1:
         _train(alone, "The same on one rank", as_json)

@@ -15,7 +15,7 @@ import typer
 
 from stretto.cli.commands import allow_only
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.quantities import require_least
+from stretto.quantities import counted, require_least
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -93,7 +93,7 @@ def _check_kernels(ranks: int, *, as_json: bool) -> None:
     else:
         for name, count in report.wrong.items():
             print(f"{name}: {count:,} wrong")
-        counts = f"{report.results:,} results on {report.ranks} ranks ({report.device})"
+        counts = f"{counted(report.results, 'result')} on {counted(report.ranks, 'rank')} ({report.device})"
         print(f"{counts}, seed {report.seed}: {sum(report.wrong.values()):,} wrong")
     if report.wrong:
         raise typer.Exit(1)

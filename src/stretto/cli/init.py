@@ -33,7 +33,10 @@ def init(
     - stretto init qwen3-8b
     """
     with refusing_bad_input(as_json=as_json):
-        known = {each.name.removesuffix(".toml"): each.read_text() for each in (files("stretto") / "configs").iterdir()}
+        known = {
+            each.name.removesuffix(".toml"): each.read_text(encoding="utf-8")
+            for each in (files("stretto") / "configs").iterdir()
+        }
         public = known.pop("public")
         known |= {each: _fill_in(public, each, config) for each, config in PUBLIC_MODELS.items()}
         if name is None:

@@ -11,6 +11,7 @@ import typer
 from stretto.atomic_files import require_writable
 from stretto.cli.commands import App, refuse_options
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+from stretto.quantities import counted
 from stretto.suggestions import did_you_mean_file, name_known
 
 if TYPE_CHECKING:
@@ -272,8 +273,9 @@ def _describe(timeline: "PipelineTimeline") -> dict[str, Any]:
 
 
 def _title(schedule: "PipelineSchedule") -> str:
-    stages = f", {schedule.stages} stages" if schedule.stages != schedule.pipe else ""
-    return f"{schedule.name}: {schedule.pipe} ranks{stages}, {schedule.micro_batches} micro-batches"
+    stages = f", {counted(schedule.stages, 'stage')}" if schedule.stages != schedule.pipe else ""
+    batches = counted(schedule.micro_batches, "micro-batch")
+    return f"{schedule.name}: {counted(schedule.pipe, 'rank')}{stages}, {batches}"
 
 
 def _numbers(values: tuple[float, ...]) -> str:

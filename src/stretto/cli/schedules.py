@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stretto.quantities import counted
 from stretto.suggestions import did_you_mean, did_you_mean_file
 
 if TYPE_CHECKING:
@@ -172,9 +173,10 @@ def describe(schedule: "Schedule", found: "Verification") -> str:
     collective = schedule.collective
     blocks = max((len(program.thread_blocks) for program in schedule.ranks), default=0)
     lines = [
-        f"{shown_name(schedule.name)}: {shown_name(collective.name)} of {collective.ranks} ranks, "
-        f"{collective.chunks_per_loop} chunks, "
-        f"{schedule.protocol}, {schedule.channels} channels, up to {blocks} thread blocks a rank, {found.steps} steps",
+        f"{shown_name(schedule.name)}: {shown_name(collective.name)} of {counted(collective.ranks, 'rank')}, "
+        f"{counted(collective.chunks_per_loop, 'chunk')}, {schedule.protocol}, "
+        f"{counted(schedule.channels, 'channel')}, up to {counted(blocks, 'thread block')} a rank, "
+        f"{counted(found.steps, 'step')}",
         f"  postcondition       {_word(found.postcondition, 'holds', 'does not hold')}",
         f"  deadlock            {_word(found.deadlock_free, 'none', 'possible')} with {found.slots} slots a connection"
         + (f" (needs {found.min_slots})" if found.min_slots is not None else ""),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.quantities import counted
 
 if TYPE_CHECKING:
     from signal import Signals
@@ -68,7 +69,9 @@ def train(
         elif run is None:
             print_line("nothing was left to train" if stopped_by is None else "stopped before the first step")
         else:
-            print_line(f"loss {run.losses[-1]:.4f} after {run.steps[-1]} steps; see {checked.out / 'summary.md'}")
+            print_line(
+                f"loss {run.losses[-1]:.4f} after {counted(run.steps[-1], 'step')}; see {checked.out / 'summary.md'}"
+            )
     if stopped_by is not None:
         raise exit_by(stopped_by)
 

@@ -11,6 +11,7 @@ import typer
 from stretto.bench.settings import Needs
 from stretto.cli.console import Json, print_json, refusing_bad_input, stdout_on_stderr
 from stretto.cli.settings_command import BenchApp
+from stretto.quantities import counted
 
 if TYPE_CHECKING:
     from stretto.bench.collectives.settings import CollectivesTuning
@@ -123,5 +124,5 @@ def _tune(ranks: int, setting: Any) -> dict[str, Any]:
         Column("error", "error"),
     )
     store = TuningStore(getattr(setting, "table", None)).path
-    print_table(f"Measured on {ranks} ranks, kept in {store}", columns, rows)
+    print_table(f"Measured on {counted(ranks, 'rank')}, kept in {store}", columns, rows)
     return {"store": str(store), "rows": rows}

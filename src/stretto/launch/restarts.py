@@ -23,6 +23,7 @@ from stretto.launch.job import LaunchJob
 from stretto.launch.journal import Journal, StepWatch
 from stretto.launch.slots import Slot, Slots, environment_of
 from stretto.launch.supervisor import StopTimeouts, Supervisor
+from stretto.quantities import counted
 
 MAX_PAUSE = 60.0  # seconds
 PAUSE_POLL = 0.05
@@ -281,7 +282,7 @@ def _named(attempt: _Attempt) -> str:
     ranks = attempt.job.ranks
     grid = " ".join(f"{axis}={size}" for axis, size in shown_sizes(attempt.job.grid).items())
     on = "" if attempt.slots[0].gpu is None else f", GPUs {', '.join(str(slot.gpu) for slot in attempt.slots)}"
-    return f"{ranks} rank{'' if ranks == 1 else 's'} ({grid}{on})"
+    return f"{counted(ranks, 'rank')} ({grid}{on})"
 
 
 def _from(attempt: _Attempt, start: int | None) -> str:

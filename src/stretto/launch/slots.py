@@ -24,7 +24,7 @@ import signal
 signal.alarm({PROBE_TIMEOUT:.0f} + 10)  # ends this process, should the one that asks have been killed
 import torch
 ones = torch.ones(512, 512, device="cuda")
-assert (ones @ ones).sum().item() == 512.0**3
+raise SystemExit((ones @ ones).sum().item() != 512.0**3)  # no assert, which PYTHONOPTIMIZE would remove
 """
 
 

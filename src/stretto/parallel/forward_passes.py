@@ -18,7 +18,7 @@ from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.graph_functions import current_stream
+from stretto.parallel.comm.streams import current_stream
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.sharded_module import ShardedModule, cut_features, gather_features
 from stretto.parallel.layout import allow_anomaly_checks, check_is_sharded, has_layout
@@ -47,11 +47,13 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     if torch.is_anomaly_enabled():
         allow_anomaly_checks()
     note_forward(model)
+    current = current_stream(state.grid.device)
     if not in_backward():
         gradient_reducer.drop_failed_passes()
+        gradient_reducer.stream.follow(current)
         if gradient_reducer.listener is not None:
             gradient_reducer.listener.begin_forward()
-    stream = current_stream(state.grid.device)
+    stream = None if current is None else current.cuda_stream
     with torch._C.DisableTorchFunctionSubclass():  # torch 2.11 calls Python at each read of a parameter's attributes
         outdated = _find_outdated(model, gradient_reducer, stream)
     for sharded in outdated:  # all at first: of a weight that several have, each keeps autograd's node

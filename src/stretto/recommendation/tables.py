@@ -15,6 +15,7 @@ from stretto.memory import group_timeout
 from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP, Pending, start_all_reduce
+from stretto.parallel.comm.streams import ReductionStream
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
@@ -327,6 +328,7 @@ class ReplicatedGradients:
         self._pending: list[tuple[int, Pending]] = []
         self._earlier: dict[nn.Parameter, Tensor] = {}  # of earlier passes, summed already
         self._task = -1  # autograd's number of the pass that is running: one that has failed is not taken up again
+        self._stream = ReductionStream(torch.device("cpu"))  # of the pass: that of its first gradient
         if group.size() == 1:
             return
         # Python's garbage collector does not see the references of such a hook: a cycle would never be freed.
@@ -334,28 +336,39 @@ class ReplicatedGradients:
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
                 parameter.register_hook(lambda _, parameter=parameter: _alive(this)._set_aside(parameter))
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: _alive(this)._arrive(number))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda done, number=number: _alive(this)._arrive(done, number)
+                )
 
     def _set_aside(self, parameter: nn.Parameter) -> None:
         """Take what `.grad` holds, so that autograd does not add to it before the sum over ranks."""
-        self._begin()
+        self._begin(parameter.device)
         if parameter.grad is not None:
             self._earlier[parameter], parameter.grad = parameter.grad, None
 
-    def _begin(self) -> None:
+    def _begin(self, device: torch.device) -> None:
         if self._task != (task := torch._C._current_graph_task_id()):
-            self._task = task
+            self._task, self._stream = task, ReductionStream(device)
             self._missing, self._pending = [len(bucket) for bucket in self._buckets], []
             self._earlier = {}
             at_end_of_backward(self._finish)
 
-    def _arrive(self, number: int) -> None:
+    def _arrive(self, parameter: nn.Parameter, number: int) -> None:
+        if self._stream.is_elsewhere():
+            with self._stream.enter(_gradient(parameter)):
+                self._arrive(parameter, number)
+            return
         self._missing[number] -= 1
         if not self._missing[number]:
             flat = torch.cat([_gradient(parameter).reshape(-1) for parameter in self._buckets[number]])
             self._pending.append((number, start_all_reduce(flat, self._group)))
 
     def _finish(self) -> None:
+        if self._stream.is_elsewhere():
+            with self._stream.enter():
+                self._finish()
+            self._stream.join()
+            return
         self._task = -1
         if any(self._missing):
             raise RuntimeError(f"{sum(self._missing)} parameters had no gradient in this backward pass: each needs one")

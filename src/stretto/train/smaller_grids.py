@@ -4,6 +4,7 @@
 A list is taken in its order; for `auto` the model's kind chooses the best grid of a number of ranks.
 """
 
+from stretto.quantities import counted
 from stretto.train.config import on_grid
 from stretto.train.config.options import JobConfig, grid_from_text
 from stretto.train.kinds import ChosenGrid, kind_of
@@ -45,7 +46,7 @@ def choose_grid(config: JobConfig, ranks: int) -> ChosenGrid | None:
         if not fitting:
             return None
         grid = max(fitting, key=lambda each: each.ranks)  # the first of those with as many
-        return ChosenGrid(on_grid(config, grid), f"the largest of train.grids for {_ranks(ranks)}")
+        return ChosenGrid(on_grid(config, grid), f"the largest of train.grids for {counted(ranks, 'rank')}")
     if named == "auto":
         for fewer in range(ranks, 0, -1):
             if (chosen := kind_of(config).best_grid(config, fewer)) is not None:
@@ -61,7 +62,3 @@ def choose_grid_of(config: JobConfig, ranks: int) -> ChosenGrid | None:
         return None
     chosen = choose_grid(config, ranks)
     return chosen if chosen is not None and chosen.config.ranks == ranks else None
-
-
-def _ranks(number: int) -> str:
-    return f"{number} rank{'' if number == 1 else 's'}"

@@ -56,7 +56,7 @@ def bench_operators(ranks: int, out: Path, setting: OperatorsSetting) -> list[di
     """
     run_ranks(ranks, measure_all, ranks, out, setting, trains=False)
     path = out / f"{setting.file_name}.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
     print_table(f"Operators, {setting.dtype}, {ranks} ranks", COLUMNS, rows)
     return rows
 
@@ -81,7 +81,7 @@ def measure_all(ranks: int, out: Path, setting: OperatorsSetting) -> None:
 def _merge(path: Path, measured: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The file's rows with those measured now in place of their old ones, in the order of operators and cases."""
     try:
-        earlier = json.loads(path.read_text())["rows"]
+        earlier = json.loads(path.read_text(encoding="utf-8"))["rows"]
     except (OSError, ValueError, KeyError):
         earlier = []
     rows = {tuple(row[key] for key in _KEYS): row for row in (*earlier, *measured)}

@@ -9,6 +9,7 @@ import typer
 
 from stretto.cli.commands import App
 from stretto.cli.console import Json, print_json, refusing_bad_input
+from stretto.quantities import counted
 
 if TYPE_CHECKING:
     from stretto.simulator import NetworkTopology
@@ -175,7 +176,7 @@ def collective(
             "event_driven_ns": whole_nanoseconds(queued.seconds),
             "events": queued.events,
         }
-    _print(found, f"{name} ({algorithm}) of {num_bytes} among {network.devices} ranks", as_json=as_json)
+    _print(found, f"{name} ({algorithm}) of {num_bytes} among {counted(network.devices, 'rank')}", as_json=as_json)
 
 
 @dataclass(frozen=True)

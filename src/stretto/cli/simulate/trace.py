@@ -10,6 +10,7 @@ from stretto.atomic_files import require_writable
 from stretto.cli.commands import refuse_options
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
+from stretto.quantities import counted
 
 
 def trace(
@@ -94,7 +95,7 @@ def trace(
     if as_json:
         print_json(found)
         return
-    print(f"{prefix}: {found['ranks']} ranks, {found['nodes']:,} nodes, {found['messages']:,} messages")
+    print(f"{prefix}: {', '.join(counted(found[f'{noun}s'], noun) for noun in ('rank', 'node', 'message'))}")
     labels = {
         "replayed_ns": "replayed, as measured",
         "closed_form_ns": "closed form, no contention",
@@ -133,4 +134,4 @@ def export(
     if as_json:
         print_json({"ranks": made.ranks, "nodes": sum(map(len, made.nodes)), "files": [str(path) for path in paths]})
     else:
-        print(f"{made.ranks} ranks, {sum(map(len, made.nodes)):,} nodes: {paths[0]} to {paths[-1]}")
+        print(f"{counted(made.ranks, 'rank')}, {counted(sum(map(len, made.nodes)), 'node')}: {paths[0]} to {paths[-1]}")

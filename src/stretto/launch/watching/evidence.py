@@ -31,7 +31,7 @@ def collect(out: Path, monitor: Monitor, text: str, running: Collection[int] | N
         for rank in ranks:
             if monitor.local is not None and rank in monitor.local.counters:
                 write_stacks(folder, monitor.local.counters[rank], may_signal=True)
-        (folder / "report.txt").write_text(f"{text}\n\n{_table(monitor, ranks)}\n")
+        (folder / "report.txt").write_text(f"{text}\n\n{_table(monitor, ranks)}\n", encoding="utf-8")
     return folder
 
 

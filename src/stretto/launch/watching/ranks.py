@@ -181,7 +181,7 @@ def write_stacks(folder: Path, counters: Counters, *, may_signal: bool) -> None:
             f"rank {counters.rank}, process {counters.pid}: {state}. Its stacks cannot be read from outside: py-spy is "
             "not installed, or the kernel or the container does not allow it (ptrace).\n"
         )
-    (folder / f"rank-{counters.rank}-stack.txt").write_text(text)
+    (folder / f"rank-{counters.rank}-stack.txt").write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: object) -> None:

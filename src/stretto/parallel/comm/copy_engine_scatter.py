@@ -186,7 +186,8 @@ class CopyEngineReduceScatter:
 
     def finish(self, pending: "PendingReduceScatter") -> None:
         """Enqueue the sum of the oldest outstanding reduce-scatter, which must be `pending`."""
-        assert self._outstanding.popleft() is pending, "gradients are summed in the order in which they were started"
+        oldest = self._outstanding.popleft()
+        assert oldest is pending, "gradients are summed in the order in which they were started"
         own, count = pending.own, pending.own.numel()
         first = self._place(pending.begin, 0, own)
         if pending.pushed is not None:

@@ -32,6 +32,8 @@ Threads: all of this code runs on autograd's thread for the grid's device (witho
 that has called `backward()` waits. `no_sync` and `drop_failed_passes` run on the caller's thread while no
 backward pass runs. Operations marked [S] only start there: NCCL runs them on its own stream, gloo in its own thread,
 a copy engine on a side stream.
+
+Streams: all of it runs on one (`GradientReducer.stream`), whichever one a gradient was made on.
 """
 
 import math
@@ -63,6 +65,7 @@ from stretto.parallel.comm.gradient_buckets import (
     local_gradient,
 )
 from stretto.parallel.comm.rank_order import RankOrder
+from stretto.parallel.comm.streams import ReductionStream, bound_to_stream
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.unsharded_gradients import UnshardedGradients
 from stretto.parallel.comm.users_hooks import UsersHooks, alive
@@ -111,8 +114,8 @@ class GradientReducer:
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
     one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
     takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
-    in `.grad` are final. While `deferred` is a list,
-    linears leave the products that make their weights' gradients there (`stretto.parallel.pipeline`).
+    in `.grad` are final. While `deferred` is a list, linears leave the products that make their weights' gradients
+    there, by `defer` (`stretto.parallel.pipeline`).
     `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
@@ -138,6 +141,7 @@ class GradientReducer:
         self.levels = levels
         self.averages = averages
         self.at_end = at_end
+        self.stream = ReductionStream(grid.device)
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
         self.listener: GradientListener | None = None
@@ -285,6 +289,11 @@ class GradientReducer:
         root = torch.zeros((), device=self.grid.device, requires_grad=True)
         _RunInBackward.apply(root, run).backward()
 
+    def defer(self, make: Callable[[], None]) -> None:
+        """Leave a product that makes a weight's gradient to `run_pass`. Its operands are of the current stream."""
+        assert self.deferred is not None
+        self.deferred.append(bound_to_stream(make, self.grid.device))
+
     def drop_failed_passes(self) -> None:
         """Forget backward passes that an exception has ended. No backward pass may be running."""
         if self._passes and self.ring is not None:
@@ -299,6 +308,10 @@ class GradientReducer:
     ) -> None:
         """Take a weight's gradient of whole rows. `start` begins the reduce-scatter over z that leaves this rank's
         shard of it, times a factor; is_sharded: whether z has several ranks."""
+        if self.stream.is_elsewhere():
+            with self.stream.enter(gradient):
+                self.reduce_scatter_gradient(parameter, gradient, start, is_sharded=is_sharded)
+            return
         current = self._enter()
         if self._watched[parameter].hooks is None:  # else autograd comes to them, with no gradient
             self.defer_hooks(parameter)
@@ -325,6 +338,10 @@ class GradientReducer:
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a gradient of this rank's shard, in place of autograd's accumulation."""
+        if self.stream.is_elsewhere():
+            with self.stream.enter(gradient):
+                self.take(parameter, gradient)
+            return
         current = self._enter()
         if self._watched[parameter].hooks is None:
             self.defer_hooks(parameter)
@@ -332,7 +349,11 @@ class GradientReducer:
 
     def take_final(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """`take` of a parameter whose gradient no rank shares, in a few calls."""
-        if self.sink is not None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        has_others = self.sink is not None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        stream = self.stream
+        if has_others or (  # as `is_elsewhere`, without a call
+            stream.index is not None and torch._C._cuda_getCurrentRawStream(stream.index) != stream.handle
+        ):
             self.take(parameter, gradient)
             return
         if torch._C._current_graph_task_id() not in self._passes:
@@ -353,6 +374,10 @@ class GradientReducer:
         `start` begins one reduce-scatter over z for all of them, each times its factor, and returns what leaves this
         rank's shard of each; `start_one` begins one for a single gradient, which `no_sync` has kept whole.
         """
+        if self.stream.is_elsewhere():
+            with self.stream.enter(*[gradient for _, gradient in gradients]):
+                self.reduce_scatter_block(gradients, start, start_one)
+            return
         current = self._enter()
         for parameter, _ in gradients:
             if self._watched[parameter].hooks is None:
@@ -409,9 +434,14 @@ class GradientReducer:
         if self.is_syncing or self.sink is not None:
             parameter.grad = None
         else:
+            self.stream.join()  # autograd adds to what was taken there
             self._note_unsummed(parameter)
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        if self.stream.is_elsewhere() and parameter.grad is not None:
+            with self.stream.enter(local_gradient(parameter)):
+                self._after_accumulation(parameter)
+            return
         current, before = self._enter(), self._held.pop(parameter)
         if not self.is_syncing and self.sink is None:
             return
@@ -507,6 +537,11 @@ class GradientReducer:
                 "create_graph=True is not supported for the gradients of a parallelized model's parameters, which are "
                 "reduced outside of autograd: terms that depend on .grad would have no gradient. Leave it out"
             )
+        if self.stream.is_elsewhere():
+            with self.stream.enter():
+                self._finish(task)
+            self.stream.join()
+            return
         current, outermost = self._passes[task], next(iter(self._passes.values()))
         while current.scatters:
             self._settle(current, current.scatters.popleft())

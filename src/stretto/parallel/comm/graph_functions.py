@@ -34,11 +34,6 @@ _calls: "WeakValueDictionary[int, _GraphCall]" = WeakValueDictionary()
 _numbers = itertools.count(1)  # float64 holds them exactly
 
 
-def current_stream(device: torch.device) -> int | None:
-    """The CUDA stream on which work is enqueued now; None on other devices."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
-
-
 class GraphFunction:
     """An autograd function of a module that compiled graphs call as one operator.
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from stretto.parallel.comm.autograd import in_backward
 from stretto.parallel.comm.collectives import Pending, start_gather_rows
 from stretto.parallel.comm.rank_order import Event, RankOrder
+from stretto.parallel.comm.streams import current_stream, use_here
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
 from stretto.parallel.state import require_state
@@ -164,6 +165,16 @@ class _Prefetch:
     key: object
     version: Any
     pending: Pending
+    stream: torch.cuda.Stream | None
+
+    def wait(self) -> Tensor:
+        """The whole rows, for the current stream. That of the start, which may use the memory next, waits as well."""
+        if self.stream == current_stream(self.pending.result.device):
+            return self.pending.wait()
+        with torch.cuda.stream(self.stream):
+            whole = self.pending.wait()
+        use_here(whole, self.stream)
+        return whole
 
 
 @dataclass
@@ -181,7 +192,7 @@ class _GatherOrder:
 
     def drop(self) -> None:
         for prefetch in self.started:
-            prefetch.pending.wait()
+            prefetch.wait()
         self.started.clear()
 
 
@@ -249,10 +260,13 @@ class WeightPrefetcher(WeightGatherer):
         self._follow(order, key)
         prefetch = order.started.pop(0) if order.started and order.started[0].key == key else None
         if prefetch is not None and prefetch.version != weight.version(parameter):
-            prefetch.pending.wait()
+            prefetch.wait()
             prefetch = None
-        pending = weight.start(parameter, self.group, self.levels) if prefetch is None else prefetch.pending
-        whole = pending.wait()
+        if prefetch is None:
+            pending = weight.start(parameter, self.group, self.levels)
+            whole = pending.wait()
+        else:
+            pending, whole = prefetch.pending, prefetch.wait()
         self._start_next(order)
         return GatheredWeight(whole, scale=pending.fp8_scale)
 
@@ -298,7 +312,8 @@ class WeightPrefetcher(WeightGatherer):
             key = order.keys[place]
             weight = self._weights[key]
             version = weight.version(weight.parameter)
-            order.started.append(_Prefetch(key, version, weight.start(weight.parameter, self.group, self.levels)))
+            pending = weight.start(weight.parameter, self.group, self.levels)
+            order.started.append(_Prefetch(key, version, pending, current_stream(pending.result.device)))
 
 
 class StepGatherer(WeightGatherer):
@@ -314,7 +329,7 @@ class StepGatherer(WeightGatherer):
         self.stage = 0
         self._used: dict[int, dict[object, None]] = {}  # by stage, in the order of use
         self._sources: dict[object, GatherSource] = {}
-        self._held: dict[object, tuple[Any, GatheredWeight]] | None = None
+        self._held: dict[object, tuple[Any, GatheredWeight, torch.cuda.Stream | None]] | None = None
 
     @property
     def is_keeping(self) -> bool:
@@ -339,7 +354,9 @@ class StepGatherer(WeightGatherer):
             return make()
         known = self._held.get(key)
         if known is None or known[0] != version:
-            known = self._held[key] = (version, make())
+            made = make()
+            known = self._held[key] = version, made, current_stream(made.rows.device)
+        use_here(known[1].rows, known[2])
         return known[1]
 
     def find_parts(self, key: object, parameter: Tensor) -> TableParts | None:

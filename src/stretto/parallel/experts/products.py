@@ -128,11 +128,10 @@ class ExpertProduct:
         spread: makes the rows of those that are given. room: as in `grouped_matmul`.
         """
         make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, placement, spread)
-        deferred = self.shard.gradients.deferred
-        if deferred is None:
+        if self.shard.gradients.deferred is None:
             make(room)
         else:
-            deferred.append(partial(make, 0))
+            self.shard.gradients.defer(partial(make, 0))
 
     def _reduce_weight_gradient(
         self,

@@ -390,11 +390,10 @@ class LinearPlan:
 
     def make_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
         """Make the weight's gradient now, or pass it to the caller that defers it."""
-        deferred = self.shard.gradients.deferred
-        if deferred is None:
+        if self.shard.gradients.deferred is None:
             self.reduce_weight_gradient(parameter, x, gradient)
         else:
-            deferred.append(partial(self.reduce_weight_gradient, parameter, x, gradient))
+            self.shard.gradients.defer(partial(self.reduce_weight_gradient, parameter, x, gradient))
 
     def reduce_weight_gradient(self, parameter: nn.Parameter, x: Tensor, gradient: Tensor) -> None:
         """Make the weight's gradient from x [..., in] and the output's gradient [..., out], and start its sum."""

@@ -70,7 +70,7 @@ def write_demo_corpus(path: str | Path) -> Path:
 
 
 def _cached_corpus() -> str:
-    python = (sys.version, os.__file__, Path(__file__).read_text())
+    python = (sys.version, os.__file__, Path(__file__).read_text(encoding="utf-8"))
     name = f"demo/{hashlib.sha256(repr(python).encode()).hexdigest()[:16]}.txt"
     try:
         return cached_file(name, lambda file: file.write(demo_corpus().encode())).read_bytes().decode()
