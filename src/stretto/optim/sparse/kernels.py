@@ -275,6 +275,8 @@ def _expand(  # type: ignore[no-untyped-def]
                     rank = rank[:, None] + _count_bits(byte[:, None] & ((1 << column) - 1))
                     mask &= ((byte[:, None] >> column & 1) == 0) | ((rank >= first) & (rank < last))
                     tl.store(at, row, mask=mask)
+                elif index.tensors is None:
+                    tl.store(at, row, mask=mask)
                 elif here == 1024:  # a lane stores 16 bytes at once; .wb, the default, keeps Triton from merging both
                     tl.store(at, row, mask=writes, cache_modifier=".wb")
                 else:
