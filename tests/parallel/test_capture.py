@@ -79,7 +79,7 @@ def find_kept_nodes(dtype: torch.dtype | None) -> list[str]:
         node_of(parameter).metadata["stream"] = 0  # lost with the node, if nothing keeps it
     before = [name for name, parameter in model.named_parameters() if "stream" in node_of(parameter).metadata]
     assert len(before) > 0
-    with mock.patch.object(forward_passes, "current_stream", return_value=1):
+    with mock.patch.object(forward_passes, "current_stream", return_value=mock.Mock(cuda_stream=1)):
         model(tokens, tokens).backward()
     return [name for name, parameter in model.named_parameters() if "stream" in node_of(parameter).metadata]
 
