@@ -130,12 +130,22 @@ def opaque_zero(seen, before_tma: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def poll_before_tma(pointer, target, waits, late, mark, limit):  # type: ignore[no-untyped-def]
-    """Spin until `pointer` has reached `target`; returns its value, and `opaque_zero` of it with the fence for TMA.
+def read_acquire(pointers):  # type: ignore[no-untyped-def]
+    """Read int32 words, each thread its own, with acquire at system scope."""
+    if _backend() == "hip":
+        return tl.atomic_add(pointers, 0, sem="acquire", scope="sys")
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
-    It gives up when the word `late` is not 0, and sets it to `mark` after `limit` nanoseconds; where `waits` is 0, it
-    looks once. Each thread polls by itself, in one block of assembly that compilers may move, though not above its
-    operands. It is declared pure, since Triton does not pipeline a loop with impure assembly.
+
+@triton.jit
+def poll_before_tma(pointer, target, late, mark, limit):  # type: ignore[no-untyped-def]
+    """Spin until `pointer` has reached `target`; returns `opaque_zero` of the value, with the fence for TMA.
+
+    It gives up when the word `late` is not 0, and sets it to `mark` after `limit` nanoseconds. Each thread polls by
+    itself, in one block of assembly that compilers may move, though not above its operands. It is declared pure, since
+    Triton does not pipeline a loop with impure assembly.
     """
     _require_tma()
     return tl.inline_asm_elementwise(
@@ -144,34 +154,32 @@ def poll_before_tma(pointer, target, waits, late, mark, limit):  # type: ignore[
         .reg .pred yes;
         .reg .b32 left;
         .reg .b64 began, time;
-        ld.acquire.sys.global.b32 $0, [$2];
-        setp.eq.s32 yes, $4, 0;
-        @yes bra there;
-        sub.s32 left, $0, $3;
+        ld.acquire.sys.global.b32 $0, [$1];
+        sub.s32 left, $0, $2;
         setp.ge.s32 yes, left, 0;
         @yes bra there;
         mov.u64 began, %globaltimer;
         look:
-        ld.acquire.sys.global.b32 $0, [$2];
-        sub.s32 left, $0, $3;
+        ld.acquire.sys.global.b32 $0, [$1];
+        sub.s32 left, $0, $2;
         setp.ge.s32 yes, left, 0;
         @yes bra there;
-        ld.relaxed.gpu.global.b32 left, [$5];
+        ld.relaxed.gpu.global.b32 left, [$3];
         setp.ne.s32 yes, left, 0;
         @yes bra there;
         mov.u64 time, %globaltimer;
         sub.u64 time, time, began;
-        setp.lt.u64 yes, time, $7;
+        setp.lt.u64 yes, time, $5;
         @yes bra look;
-        st.relaxed.gpu.global.b32 [$5], $6;
+        st.relaxed.gpu.global.b32 [$3], $4;
         there:
         fence.proxy.async;
-        and.b32 $1, $0, 0;
+        and.b32 $0, $0, 0;
         }
         """,
-        "=&r,=&r,l,r,r,l,r,l",
-        [pointer.to(tl.int64), target, waits, late.to(tl.int64), mark, limit],
-        dtype=(tl.int32, tl.int32),
+        "=&r,l,r,l,r,l",
+        [pointer.to(tl.int64), target, late.to(tl.int64), mark, limit],
+        dtype=tl.int32,
         is_pure=True,
         pack=1,
     )

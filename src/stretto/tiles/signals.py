@@ -124,7 +124,7 @@ def consumer_tile_poll(channel, mapping, tile):  # type: ignore[no-untyped-def]
     else:
         pointer, target, _, _ = _last_of_tile(channel, mapping, tile)
         limit = load_limit(channel)
-        _, ready = poll_before_tma(pointer, target, 1, channel.state + LATE, tile + 1, limit)
+        ready = poll_before_tma(pointer, target, channel.state + LATE, tile + 1, limit)
     return ready * _ALIGNED
 
 

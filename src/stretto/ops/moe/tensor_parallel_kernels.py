@@ -64,7 +64,7 @@ class _CopiedTokens(Arrivals):
         """Launch a persistent kernel whose programs claim tiles, and wait for their rows."""
         programs = leave_room_for_copies(programs, self._block_channel.device)
         try:
-            self._block_channel.launch(kernel, key, programs, (0, programs, programs, *arguments), **options)
+            self._block_channel.launch(kernel, key, programs, arguments, **options)
         except BaseException:
             abandon(self.group, self._block_channel)
             raise

@@ -22,7 +22,7 @@ from torch import Tensor
 from stretto import tiles
 from stretto.ops.gemm import describe_matrix, halve, order_tiles
 from stretto.ops.moe.grouped.config import GroupedConfig
-from stretto.ops.moe.grouped.tile_order import Arrivals, await_channels, finish_waiting
+from stretto.ops.moe.grouped.tile_order import Arrivals, await_channels
 from stretto.tiles.launches import launch_cached
 
 _MOST_ROWS = 1 << 30
@@ -33,7 +33,6 @@ _MANY_EXPERTS = 128  # up to so many, one compiled kernel is for any number
 MOST_ROWS = tl.constexpr(_MOST_ROWS)
 CLEARED = tl.constexpr(1024)  # columns of padding at once
 CLEARED_ROWS = tl.constexpr(16)  # of padding, that a program claims at once
-RUN = tl.constexpr(4)  # tiles that a program claims at once
 
 
 class GateGradient(NamedTuple):
@@ -168,8 +167,8 @@ def _launch_product(
     if arrivals is not None and tokens is not None:
         order = arrivals.order(tokens, offsets, m)
         count = order.ends[-1:]  # of the farthest rank's: between nodes the channel has fewer ranks
-        operands = order.experts, count, offsets.new_zeros(2), source, tokens, described, offsets, *results
-        constants = m, n, k, is_transposed, epilogue, flattens, *arrivals.constants
+        operands = order.experts, count, offsets.new_zeros(1), source, tokens, described, offsets, *results
+        constants = m, n, k, is_transposed, epilogue, *arrivals.constants
         arguments = arrivals.channel, arrivals.counters, order.mapping, *operands, *sizes, *constants
         key = *map(tiles.kind_of, (arrivals.counters, *operands, *sizes)), *constants, num_warps, num_stages
         options = {"num_warps": num_warps, "num_stages": num_stages}
@@ -265,82 +264,52 @@ def multiply_groups(  # type: ignore[no-untyped-def]
             tl.store(out + tl.cast(padding, tl.int64) * width + places, 0.0, mask=places < width)
 
 
-@triton.jit(do_not_specialize=["first", "shares", "programs", "n", "experts", "group_rows"])
+@triton.jit(do_not_specialize=["n", "experts", "group_rows"])
 def multiply_groups_in_order(  # type: ignore[no-untyped-def]
-    first, shares, programs, channel, counters, mapping, tile_experts, count, claims, rows, tokens, weight, offsets,
-    out, out_tiles, inner, activated, factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
-    FLATTEN: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
+    channel, counters, mapping, tile_experts, count, claims, rows, tokens, weight, offsets, out, out_tiles, inner,
+    activated, factors, products, n, columns, k, experts, group_rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
 
     mapping, tile_experts: of the order, of tiles of BLOCK_M rows. count: int32 [1], how many tiles there are. rows: a
-    tensor, gathered by tokens. first, shares, programs: of `Arrivals.run`. counters, CHANNELS, LANES: of
-    `await_channels`.
-    Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). The launch's programs are numbered
-    from `first` on. Those below `shares` take the first shares / programs of the tiles in turns, in a loop that FLATTEN
-    joins with that over steps: a tile's wait and loads begin before the last one's stores. The others are claimed in
-    turns too, `RUN` at once and the last ones one by one, so that programs which start later, on multiprocessors that
-    the exchange has left, do fewer. claims: int32 [2], 0 before the first of the launches that divide the work.
-    Waits: for the channels that signal a tile's rows, before its loads, unless an earlier wait has seen them. The
+    tensor, gathered by tokens. claims: int32 [1], 0 before the first of the launches that divide the work. counters,
+    CHANNELS, LANES: of `await_channels`.
+    Order: the nearest rank's tiles first, in groups of `group_rows` (`order_tiles`). Programs claim them, so that those
+    which start later, on multiprocessors that the exchange has left, do fewer.
+    Waits: for the channels that signal a tile's rows, before its loads, until all rows of all sources have arrived. The
     exchange that sends them needs no place that a waiting program has: see `Arrivals.run`.
     """
     column_tiles = tl.cdiv(columns, BLOCK_N)
     row_tiles = tl.load(count)
     results = out, out_tiles, inner, activated, factors, products
     sizes = n, columns, k
-    units = row_tiles * column_tiles
-    shared = (units.to(tl.int64) * shares // programs).to(tl.int32)
-    number = first + tl.program_id(0)
-    begin, end, step = tl.where(number < shares, number, shared), shared, tl.maximum(shares, 1)
-    claim = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
-    seen = row_tiles * 0, row_tiles * 0, row_tiles * 0
-    while begin < units:
-        for unit in tl.range(begin, end, step, flatten=FLATTEN):
-            tile, column_tile = order_tiles(unit, row_tiles, column_tiles, group_rows)
-            row, row_end = tiles.tile_rows(mapping, tile)
-            place = tl.load(tile_experts + tile), row, row_end, column_tile * BLOCK_N
-            seen = _await_tile(channel, counters, mapping, tile, seen, CHANNELS, LANES)
-            arrived = rows + seen[0] * 16  # a multiple of 16, so that loads stay wide
-            _make_tile(arrived, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
-        begin, end, step = _find_turns(claim, shared, units, shares, programs)
-        claim = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
-    finish_waiting(channel, counters, CHANNELS)
+    ready = row_tiles * 0
+    has_all = ready != 0
+    unit = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+    while unit < row_tiles * column_tiles:
+        following = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+        tile, column_tile = order_tiles(unit, row_tiles, column_tiles, group_rows)
+        row, end = tiles.tile_rows(mapping, tile)
+        expert = tl.load(tile_experts + tile)
+        if has_all == 0:
+            low, high = tiles.tile_channels(mapping, tile)
+            zero, has_all = await_channels(channel, counters, low, high, CHANNELS, LANES)
+            ready += zero
+        place = expert, row, end, column_tile * BLOCK_N
+        arrived = rows + ready * 16  # a multiple of 16, so that loads stay wide
+        _make_tile(arrived, tokens, weight, place, results, sizes, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, EPILOGUE)
+        unit = following
     width = columns * 2 if EPILOGUE == "differentiate" else columns
-    padding = tl.load(offsets + experts) + tl.atomic_add(claims + 1, CLEARED_ROWS, sem="relaxed", scope="gpu")
+    padding = tl.load(offsets + experts) + (unit - row_tiles * column_tiles) * CLEARED_ROWS
     while padding < n:
         for row in range(padding, tl.minimum(padding + CLEARED_ROWS, n)):
             for start in range(0, width, CLEARED):
                 places = start + tl.arange(0, CLEARED)
                 tl.store(out + tl.cast(row, tl.int64) * width + places, 0.0, mask=places < width)
-        padding = tl.load(offsets + experts) + tl.atomic_add(claims + 1, CLEARED_ROWS, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def _find_turns(claim, shared, units, shares, programs):  # type: ignore[no-untyped-def]
-    """(first tile, end, step) of a claim: of RUN tiles in turns with as many claims as programs have no share, or one.
-
-    So tiles that are multiplied at the same time are near each other, and share rows or weights in the L2 cache.
-    """
-    turns = tl.maximum(programs - shares, 1)
-    runs = tl.maximum(units - shared - programs, 0) // (turns * RUN) * turns
-    is_run = claim < runs
-    begin = shared + tl.where(is_run, claim // turns * (turns * RUN) + claim % turns, runs * (RUN - 1) + claim)
-    return begin, begin + tl.where(is_run, turns * RUN, 1), turns
-
-
-@triton.jit
-def _await_tile(channel, counters, mapping, tile, seen, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for the rows of a tile, and return the next `seen`.
-
-    seen: (an int32 0 to add to the offset of its rows, first and next channel of some that are known to have arrived).
-    """
-    ready, known_low, known_high = seen
-    low, high = tiles.tile_channels(mapping, tile)
-    if (low < known_low) | (high > known_high):
-        zero, known_low, known_high = await_channels(channel, counters, low, high, CHANNELS, LANES)
-        ready += zero
-    return ready, known_low, known_high
+        unit = tl.atomic_add(claims, 1, sem="relaxed", scope="gpu")
+        padding = tl.load(offsets + experts) + (unit - row_tiles * column_tiles) * CLEARED_ROWS
 
 
 @triton.jit

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.memory.gpus import limit_waiting
-from stretto.tiles.call_state import HEADER, LATE, load_limit
-from stretto.tiles.intrinsics import INTERPRETED, poll_before_tma
+from stretto.tiles.call_state import HEADER
+from stretto.tiles.intrinsics import INTERPRETED, opaque_zero, read_acquire
 from stretto.tiles.launches import launch_cached
-from stretto.tiles.waits import OF_CONSUMER, report_timeout, wait_until
+from stretto.tiles.waits import OF_CONSUMER, wait_until
 
 _TABLES = 6  # rows (two), rank and channels (two) of the mapping, and experts
 _TILES = tl.constexpr(32)  # of an expert, that a program writes at once
@@ -84,24 +84,24 @@ class Arrivals:
     def run(
         self, kernel: Any, key: Hashable, programs: int, arguments: tuple[Any, ...], options: dict[str, int]
     ) -> None:
-        """Launch a persistent kernel whose programs divide work, and wait for rows: beside the exchange, and after it.
+        """Launch a persistent kernel whose programs claim work, and wait for rows: beside the exchange, and after it.
 
         Some programs run beside the exchange, on as many multiprocessors as may wait (`limit_waiting`), and leave it
         the others, so that rows are pushed whichever kernel begins first. The other programs wait for nothing: on the
         exchange's side stream, they follow the arrival of all rows, and the copies of them, for which a few
-        multiprocessors suffice. programs: as many as there are multiprocessors. The kernel takes, before its arguments,
-        the number of the launch's first program, of how many the first ones have shares of the work, and of all.
+        multiprocessors suffice. programs: as many as there are multiprocessors.
         """
         launch, device = self._block_channel.launch, self.rows.device
-        beside = limit_waiting(programs, device) - 1  # one waits for all rows
+        beside = programs if device.type != "cuda" else limit_waiting(programs, device) - 1  # one waits for all rows
         if device.type == "cuda":
             tiles.open_side_stream(self._block_channel, 0)  # after what the kernel needs, such as the order of tiles
         if beside > 0:
-            launch(kernel, key, beside, (0, beside, programs, *arguments), **options)
+            launch(kernel, key, beside, arguments, **options)
         with tiles.copy_engine(self._block_channel, forks=False):
             self._await()
             self._copy()
-            launch(kernel, key, programs - beside, (beside, beside, programs, *arguments), **options)
+            if programs > beside:
+                launch(kernel, key, programs - max(beside, 0), arguments, **options)
         self._join()
 
     def wait(self) -> None:
@@ -263,69 +263,40 @@ def await_channels(channel, counters, low, high, CHANNELS: tl.constexpr, LANES: 
     counters: int32 [world * CHANNELS], the counter of each channel among all of this rank, where rows come from another
     rank than their source; None for each source's own. Between nodes these are the channels of all their ranks.
 
-    Returns (an int32 0 to add to the offset of what is loaded after, first and next channel of those around these that
-    have arrived, too: for a tile of no others nothing need be read). LANES: a power of two, at least the channels of
-    all and the program's threads. One look reads all signals at once. On NVIDIA's GPUs the wait has no barrier but a
-    sum's, so that a loop over tiles with it is pipelined; a time-out is reported by `finish_waiting`.
+    Returns (an int32 0 to add to the offset of what is loaded after, whether all rows of all sources have arrived).
+    LANES: a power of two, at least the channels of all and the program's threads. One look reads all signals at once.
     Order: what is loaded through the zero, after the stores before the signals: each thread reads its signals with
     acquire at system scope, and the sum over threads that makes the zero has a barrier of the block.
     """
     lane = tl.arange(0, LANES)
     is_channel = lane < channel.world * CHANNELS
-    is_awaited = is_channel & (lane >= low) & (lane < high)
-    counter = tl.where(is_channel, _find_counter(channel, counters, lane, is_channel, CHANNELS), 0)
-    target = tl.load(channel.state + HEADER + counter, mask=is_channel, other=0)
-    words = channel.signals + counter
-    if INTERPRETED:
-        seen = tl.atomic_add(words, 0, mask=is_channel, sem="acquire", scope="sys")
-        ready = tl.sum(lane * 0, 0)
-    else:
-        late = channel.state + LATE
-        seen, zero = poll_before_tma(words, target, is_awaited.to(tl.int32), late, lane + 1, load_limit(channel))
-        ready = tl.sum(zero, 0)
-    is_late = is_channel & ((seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0)
-    known_low = tl.max(tl.where(is_late & (lane < low), lane + 1, 0), 0)
-    known_high = tl.min(tl.where(is_late & (lane >= high), lane, LANES), 0)
-    if INTERPRETED:
-        awaited = tl.max(tl.where(is_late & is_awaited, lane, -1), 0)
-        while awaited >= 0:
-            word, source, index = _name_channel(channel, counters, awaited, CHANNELS)
-            target = tl.load(channel.state + HEADER + word)
-            ready += wait_until(channel, word, target, OF_CONSUMER, index, index, source, False)
-            awaited = tl.max(tl.where(is_late & is_awaited & (lane < awaited), lane, -1), 0)
-    return ready, known_low, known_high
-
-
-@triton.jit
-def finish_waiting(channel, counters, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """After the last `await_channels`: report one that has given up, even if its signal has arrived since."""
-    if not INTERPRETED:
-        late = tl.atomic_add(channel.state + LATE, 0, sem="relaxed", scope="gpu")
-        if late != 0:
-            word, source, index = _name_channel(channel, counters, late - 1, CHANNELS)
-            seen = tl.atomic_add(channel.signals + word, 0, sem="acquire", scope="sys")
-            target = tl.load(channel.state + HEADER + word)
-            report_timeout(channel, OF_CONSUMER, index, index, source, seen, target)
-
-
-@triton.jit
-def _name_channel(channel, counters, number, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(counter, rank that signals it, that rank's channel) of one of all sources' channels."""
-    word = _find_counter(channel, counters, number, True, CHANNELS)
-    return word, word // channel.capacity, word % channel.capacity
-
-
-@triton.jit
-def _find_counter(channel, counters, number, mask, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     if counters is None:
-        counter = number // CHANNELS * channel.capacity + channel.rank * CHANNELS + number % CHANNELS
+        counter = lane // CHANNELS * channel.capacity + channel.rank * CHANNELS + lane % CHANNELS
     else:
-        counter = tl.load(counters + number, mask=mask)
-    return counter
+        counter = tl.load(counters + lane, mask=is_channel, other=0)
+    target = tl.load(channel.state + HEADER + counter, mask=is_channel, other=0)
+    if INTERPRETED:
+        seen = tl.atomic_add(channel.signals + counter, 0, mask=is_channel, sem="acquire", scope="sys")
+    else:
+        seen = read_acquire(channel.signals + tl.where(is_channel, counter, 0))
+    is_late = is_channel & ((seen.to(tl.int64) - target.to(tl.int64)).to(tl.int32) < 0)
+    ready = tl.sum(opaque_zero(seen, False) + lane * 0, 0)
+    has_all = tl.sum(is_late.to(tl.int32), 0) == 0
+    late = tl.max(tl.where(is_late & (lane >= low) & (lane < high), lane, -1), 0)
+    while late >= 0:
+        if counters is None:
+            word = late // CHANNELS * channel.capacity + channel.rank * CHANNELS + late % CHANNELS
+        else:
+            word = tl.load(counters + late)
+        source, index = word // channel.capacity, word % channel.capacity
+        ready += wait_until(
+            channel, word, tl.load(channel.state + HEADER + word), OF_CONSUMER, index, index, source, False
+        )
+        late = tl.max(tl.where(is_late & (lane >= low) & (lane < late), lane, -1), 0)
+    return ready, has_all
 
 
 @triton.jit
 def await_all_channels(channel, counters, CHANNELS: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: what follows it on its stream comes after all rows of all sources have arrived."""
     await_channels(channel, counters, 0, channel.world * CHANNELS, CHANNELS, LANES)
-    finish_waiting(channel, counters, CHANNELS)
