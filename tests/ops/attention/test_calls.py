@@ -375,8 +375,8 @@ def order_beside():
     return max(differences), " ".join(events)
 
 
-def test_kernels_of_others_keys_run_beside_those_of_own_ones_on_a_stream_that_is_joined(ranks):
-    forward = "fork attend ( await attend ) join merge_parts"
+def test_gradients_of_others_keys_are_made_on_a_stream_that_is_joined_beside_those_of_own_ones(ranks):
+    forward = "attend await attend merge_parts"
     backward = "fork differentiate ( await differentiate return ) join await"
     for difference, events in ranks(2).run(order_beside):
         assert difference < 1e-10

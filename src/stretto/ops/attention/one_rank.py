@@ -4,6 +4,7 @@
 Backward, keys come again (they are not kept), and gradients of others' keys return to their ranks, both during the own
 keys' gradients. On GPUs whose copy engines bring all keys at once, kernels of these run on a stream of their own
 (`Peers.fork`), beside those of own keys; elsewhere between those of one half of the heads and those of the other.
+Forward, nothing is sent back, and two streams took 1% to 2% longer (two H200).
 """
 
 from contextlib import nullcontext
@@ -35,19 +36,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Context
     """(this rank's attention, its log-sum-exp with sinks)."""
     length, steps = q.shape[2], call.plan.steps
     rows, arriving = _start(k, v, call)
-    side = call.peers.fork(len(steps), q.device)
     parts = attend(q, k, v, call.plan.own, call.scale, call.varies)
-    with side or nullcontext():
-        for number, step in enumerate(steps):
-            assert arriving is not None
-            arrived = arriving.wait()
-            arriving = _go_on(call, number + 1, rows)
-            if step.blocks:
-                parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
-            if arriving is not None and len(parts) > 1:  # or each step would keep a result
-                parts = [Part(Range(0, length), *merge_parts(parts, length, parts[0].lse.dtype))]
-    if side is not None:
-        side.join()
+    for number, step in enumerate(steps):
+        assert arriving is not None
+        arrived = arriving.wait()
+        arriving = _go_on(call, number + 1, rows)
+        if step.blocks:
+            parts += attend(q, *unpack(arrived, k.shape[3]), step.blocks, call.scale, call.varies)
+        if arriving is not None and len(parts) > 1:  # or each step would keep a result
+            parts = [Part(Range(0, length), *merge_parts(parts, length, parts[0].lse.dtype))]
     return merge_parts(parts, length, q.dtype, sinks)
 
 
