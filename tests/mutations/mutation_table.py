@@ -384,9 +384,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for tiles that copy engines push",
         (
             Edit(
-                "ops/matmul_reduce_scatter_copies.py",
-                "ready += tiles.consumer_tile_wait(channel, owners, other * channel.world + channel.rank)",
-                "ready += other * 0",
+                "ops/joint/copies.py",
+                "tiles.rank_wait(self.channel, one.channel, one.sender)",
+                "pass",
             ),
         ),
         "reduce-scatter/copies*",

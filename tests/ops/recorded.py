@@ -18,7 +18,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops import Blocks, KernelConfig, cross_entropy, matmul_reduce_scatter_copies, rotary, small_m
+from stretto.ops import Blocks, KernelConfig, cross_entropy, rotary, small_m
 from stretto.ops.embedding import backward, forward, output_ring, placement, scheduled
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.ops.embedding.placement import EmbeddingPlacement
@@ -128,7 +128,7 @@ class Kind(NamedTuple):
 
 
 CHOICES: dict[str, list[Any]] = {
-    "name": ["gather", "scatter", "copied", "few"],
+    "name": ["gather", "scatter", "few"],
     "transfer": ["copies", "programs"],
     "shape": [(64, 128, 128), (128, 128, 128), (66, 128, 65), (64, 1, 128)],  # rows of a rank, n, k
     "dtype": [torch.bfloat16, torch.float32, FP8],
@@ -304,8 +304,6 @@ def run_call(call: Any) -> None:
         case "few":
             plan = plan._replace(blocks=plan.blocks._replace(m=16))
             small_m.launch("matmul_reduce_scatter", "scatter", plan, product, WORLD)
-        case "copied":
-            matmul_reduce_scatter_copies.launch_scatter_by_copies(plan, product, dtype, WORLD)
         case "scatter":
             plan = plan._replace(transfer="programs")
             scatter_module.launch_scatter(plan, product, dtype)
@@ -317,10 +315,8 @@ def main(seed: int, calls: int) -> None:
     driver.set_active(recorder)
     follow_launches()
     patch_embedding()
-    workspaces = {
-        purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets", "scattered copies")
-    }
-    for module in (gather_module, scatter_module, matmul_reduce_scatter_copies, small_m):
+    workspaces = {purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets")}
+    for module in (gather_module, scatter_module, small_m):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
     scatter_module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
     tiles.rank_await_count = tiles.host.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs

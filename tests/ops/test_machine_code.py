@@ -29,6 +29,7 @@ from tests.tiles.machine_code import (
 from torch.torch_version import TorchVersion
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stretto import tiles
 from stretto.ops.all_gather_matmul import (
     GatherShard,
     RowMoves,
@@ -43,18 +44,15 @@ from stretto.ops.gemm import (
     Scales,
     StreamK,
     count_column_parts,
+    count_store_parts,
     describe_gemm,
+    describe_matrix,
     describe_rows,
     has_power_of_two_columns,
+    takes_tma,
 )
+from stretto.ops.joint.kernel import CopiedTiles, add_rows, joint_gemm_by_copies
 from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, describe_push, gemm_reduce_scatter, map_queues
-from stretto.ops.matmul_reduce_scatter_copies import (
-    add_tiles,
-    count_store_parts,
-    map_owners,
-    multiply_tiles,
-    size_pieces,
-)
 from stretto.ops.operator import FP8
 from stretto.ops.small_m import PacketExchange, gemm_exchange
 from stretto.ops.tuning import vary_blocks
@@ -143,26 +141,30 @@ def scatter_arguments(
     return begun_in_kernel("broadcast"), queues, gemm, shares, owned, a, b, staged, pushed, bias, out
 
 
-def copied_arguments(
-    blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, kernel="tiles", sums=None
-):
+def copied_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, sums=None):
+    """The arguments of a reduction's product. by_tma: TMA stores tiles, if it can, and so the loop is flattened."""
     x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
     gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
-    count = -(-rows // blocks.m) * -(-n // blocks.n)
-    out = torch.empty(rows, n, dtype=out_dtype)
-    stored = torch.empty(WORLD, count, blocks.m, blocks.n, dtype=sums or out_dtype)
-    pieces = size_pieces(count, 1 << 16, KernelConfig(blocks=blocks))._replace(threads=32 * blocks.num_warps)
-    target, parts = stored, count_store_parts(blocks, dtype.itemsize, stored.element_size())
-    if by_tma and gemm.by_tma.value and parts:
+    product = torch.empty(WORLD * rows, n, dtype=sums or out_dtype)
+    stored, parts = product, count_store_parts(blocks, dtype.itemsize, product.element_size())
+    is_whole = bool(by_tma and gemm.by_tma.value and parts and takes_tma(product))
+    if is_whole:
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-        target = TensorDescriptor.from_tensor(stored.view(-1, blocks.n), [blocks.m, blocks.n // parts])
-    if kernel == "sums":
-        return make_channel(), map_owners(WORLD), gemm, stored[0], stored, out, bias, rows, 0, count, tl.constexpr(True)
-    return 2, pieces, WORDS, gemm, a, b, target, rows, tl.constexpr(WORLD), True
+        stored = describe_matrix(product, (blocks.m, blocks.n // parts))
+    table = torch.empty(64, dtype=torch.int32)
+    threads, constants = 32 * blocks.num_warps, (tl.constexpr(False), tl.constexpr(is_whole))
+    order = CopiedTiles(-(-WORLD * rows // blocks.m), 0, rows, 0, WORLD * rows, table, threads, *constants)
+    return make_channel("p2p"), tiles.look_up_tiles(*[table] * 5), order, gemm, None, a, b, stored, bias
 
 
-def sums_arguments(blocks=WIDE, **sizes):
-    return copied_arguments(blocks, kernel="sums", **sizes)
+def sum_arguments(sources=3, totals=(torch.bfloat16, torch.bfloat16)):
+    """The arguments of `add_rows`."""
+    size = 64 * N
+    return (
+        (torch.empty(size, dtype=torch.bfloat16),) * sources,
+        tuple(torch.empty(size, dtype=one) for one in totals),
+        size,
+    )
 
 
 def exchange_arguments(
@@ -182,7 +184,7 @@ KERNELS = {
     "gather": (all_gather_gemm_by_copies, gather_arguments),
     "scatter": (gemm_reduce_scatter, scatter_arguments),
     "exchange": (gemm_exchange, exchange_arguments),
-    "copied": (multiply_tiles, copied_arguments),
+    "copied": (joint_gemm_by_copies, copied_arguments),
 }
 OPERATORS = {
     "gather": "all_gather_matmul",
@@ -388,11 +390,9 @@ def test_threads_count_a_tile_after_their_stores_and_without_a_barrier(target, b
 
 
 def test_sums_go_by_16_bytes_and_leave_a_place_beside_the_product(tmp_path):
-    lines = compile_to_ptx(add_tiles, sums_arguments(), num_warps=4)
-    wide = addresses(lines, r"ld\.global\.v4\.b32")
-    assert len(wide) >= WORLD
-    assert sum(not depends_on(lines, register, ZERO) for _, register in wide) <= 1  # the bias
-    find(lines, r"st\.global\.v4\.b32")
+    lines = compile_to_ptx(add_rows, sum_arguments(), num_warps=4)
+    for wide in (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"):
+        find(lines, wide)
     registers = 128 * count_registers(lines, tmp_path)
     for blocks in (WIDE, NARROW):
         programs, threads = blocks.programs // 132, 32 * blocks.num_warps

@@ -13,7 +13,7 @@ import torch
 
 from stretto.ops.config import GemmProblem, Machine, default_kernels
 from stretto.ops.gemm import Blocks
-from stretto.ops.matmul_reduce_scatter_copies import size_pieces
+from stretto.ops.joint.launch import count_piece_rows
 from stretto.ops.prediction import (
     FITTED,
     NEVER_SLOWER,
@@ -186,8 +186,6 @@ def test_copy_engines_transfer_in_no_more_pieces_than_hide_them(operator, n, k, 
     if operator == "all_gather_matmul":
         assert map_rows(8192, 4, found, 2 * k)[0].channels.value == pieces
     else:
-        count = 8192 // found.blocks.m * n // found.blocks.n
-        last_waves = 1
-        assert size_pieces(count, 2 * found.blocks.m * found.blocks.n, found).number == pieces + last_waves
+        assert -(-8192 // count_piece_rows(found, 2 * n)) == pieces
     unknown = default_kernels(problem, Machine(132, True, True))["copies"]
     assert unknown.piece_bytes == (8 if operator == "all_gather_matmul" else 6) << 20

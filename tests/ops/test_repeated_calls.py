@@ -11,7 +11,7 @@ from tests.ops.operands import PLANS, find_plan, gather_module, random_of, relat
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops
-from stretto.ops import matmul_reduce_scatter_copies as copies_module
+from stretto.ops.joint import launch as joint_module
 from stretto.ops.operator import _caches
 
 
@@ -105,7 +105,7 @@ def fall_behind(name, plan, calls):
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     module, kernel = {
         "gather": (gather_module, f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"),
-        "scatter": (copies_module, "add_tiles") if plan == "copies" else (scatter_module, "gemm_reduce_scatter"),
+        "scatter": (joint_module, "add_rows") if plan == "copies" else (scatter_module, "gemm_reduce_scatter"),
     }[name]
     launch = getattr(module, kernel)
 
@@ -154,7 +154,7 @@ def call_after_a_failed_launch(operator, plan):
     module, kernel = {
         ("all_gather_matmul", "copies"): (gather_module, "all_gather_gemm_by_copies"),
         ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm_by_programs"),
-        ("matmul_reduce_scatter", "copies"): (copies_module, "multiply_tiles"),
+        ("matmul_reduce_scatter", "copies"): (joint_module, "joint_gemm_by_copies"),
         ("matmul_reduce_scatter", "tiles"): (scatter_module, "gemm_reduce_scatter"),
     }[operator, plan]
     rank, call = dist.get_rank(), getattr(ops, operator)

@@ -42,7 +42,7 @@ def free_and_call_again():
     expected, (out, grad) = call_all(group), look_up(group)
     kept_out = out.clone()
     purposes = [
-        "barrier", "double_buffered", "embedding gradients", "embedding outputs", "packets", "scattered copies",
+        "barrier", "copy_engine", "double_buffered", "embedding gradients", "embedding outputs", "packets",
     ]  # fmt: skip
     for _ in range(2):
         found = ops.workspaces(group)

@@ -22,7 +22,6 @@ GATHER_BY_COPIES = "ops.all_gather_matmul.all_gather_gemm_by_copies"
 GATHER_BY_PROGRAMS = "ops.all_gather_matmul.all_gather_gemm_by_programs"
 DEFAULT: tuple[str, ...] = ()  # the kernel of a default plan depends on the machine and the number of ranks
 SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
-COPIED = ("ops.matmul_reduce_scatter_copies.multiply_tiles", "ops.matmul_reduce_scatter_copies.add_tiles")
 FEW_ROWS = "ops.small_m.gemm_exchange"
 JOINT = "ops.joint.kernel.joint_gemm"
 JOINT_COPIED = "ops.joint.kernel.joint_gemm_by_copies"
@@ -555,4 +554,6 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
         return (BEGIN, GATHER_BY_COPIES) if call.plan.transfer == "copies" else (GATHER_BY_PROGRAMS,)
     if call.plan.exchange == "packets":
         return (FEW_ROWS,)
-    return (BEGIN, *COPIED) if call.plan.transfer == "copies" else (SCATTER,)
+    return (
+        (BEGIN, "tiles.signals.wait_for_channel", JOINT_COPIED, ADDED) if call.plan.transfer == "copies" else (SCATTER,)
+    )

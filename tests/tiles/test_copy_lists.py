@@ -9,9 +9,6 @@ import torch
 from stretto import tiles
 from stretto.memory import copy_engine
 from stretto.ops import Blocks, KernelConfig
-from stretto.ops import matmul_reduce_scatter_copies as scatter
-from stretto.ops.gemm import GroupProduct
-from stretto.ops.operator import OperatorWorkspace
 from stretto.tiles import host
 
 gather = importlib.import_module("stretto.ops.all_gather_matmul")
@@ -108,35 +105,11 @@ def test_a_gather_pushes_its_pieces_and_copies_out_what_has_come_from_wherever_x
             assert driver.calls == [own, ("wait", 5, 2), of_2, ("wait", 1, 0), of_0]
 
 
-def test_a_scatter_pushes_each_piece_when_it_is_counted_and_then_signals(driver, channel, monkeypatch):
-    """Two tiles for each owner, a piece each; four programs multiply rank 2's, rank 0's, and own ones last."""
-    arrivals = torch.zeros(64, dtype=torch.int32)
-    workspace = OperatorWorkspace(channel, 1 << 12, 1, arrivals, iter([0, 0]))
-    monkeypatch.setattr(scatter, "find_workspace", lambda *_: workspace)
-    config = KernelConfig(blocks=BLOCKS, piece_bytes=16 * 16 * 2)
-    _, signal = places(channel)
-    received = channel.tensor((1,), torch.uint8).data_ptr()
-    for _ in range(2):
-        x, weight, out = (torch.zeros(*sizes, dtype=torch.float16) for sizes in ((96, 16), (16, 16), (32, 16)))
-        call = scatter._CopyEngineScatter(config, GroupProduct(x, weight, None, out, ""), torch.float16, WORLD)
-        driver.calls.clear()
-        call.push()
-        tile, first, threads = 512, call.partials.data_ptr(), call.pieces.threads
-
-        def push(index, owner, place, first=first, tile=tile):
-            there = received + channel.distances[owner] + place * tile
-            return "copy", there, first + index * tile, tile, 20
-
-        # This rank is the last one before rank 2, and the one before the last before rank 0.
-        assert driver.calls == [
-            *(("await_count", 0, threads), push(0, 2, 0), ("await_count", 1, threads), push(1, 2, 1)),
-            signal(RANK * WORLD + 2, 2),
-            *(("await_count", 3, threads), push(2, 0, 2), ("await_count", 4, threads), push(3, 0, 3)),
-            signal(RANK * WORLD + 0, 0),
-        ]
-        driver.calls.clear()
-        tiles.rank_reset_counts(torch.ones(9, dtype=torch.int32, device="meta"), 9)
-        assert driver.calls == [("clear", 0, 9, 20)]
+def test_counters_are_cleared_and_awaited_in_stream_order(driver):
+    counters = torch.ones(9, dtype=torch.int32, device="meta")
+    tiles.rank_await_count(counters, 3, 256)
+    tiles.rank_reset_counts(counters, 9)
+    assert driver.calls == [("await_count", 12, 256, 20), ("clear", 0, 9, 20)]
 
 
 def test_a_list_refuses_what_it_cannot_keep(channel):

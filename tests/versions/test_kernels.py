@@ -25,7 +25,6 @@ from stretto import tiles
 from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary, symmetric
 from stretto.ops.embedding import backward_kernel, forward_kernel, move_rows
 from stretto.ops.gemm import describe_gemm
-from stretto.ops.matmul_reduce_scatter_copies import add_tiles
 from stretto.ops.moe import (
     activation,
     exchange_kernel,
@@ -234,12 +233,6 @@ def launch_sum_of_parts() -> Launch:
     return Launch(copy_engine_scatter.sum_parts, arguments, {"num_warps": 8})
 
 
-def launch_added_tiles() -> Launch:
-    blocks = operators.WIDE
-    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    return Launch(add_tiles, operators.sums_arguments(blocks), options)
-
-
 def launch_begin_of_pooling() -> Launch:
     return Launch(forward_kernel.begin_pooling, embedding.begin_arguments(), {})
 
@@ -294,13 +287,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
         joint.copied_arguments(operators.WIDE, is_gather=True),
         {"num_warps": operators.WIDE.num_warps, "num_stages": operators.WIDE.num_stages},
     ),
-    "ops.joint.kernel.add_rows": lambda: Launch(joint.add_rows, joint.sum_arguments(), {"num_warps": 4}),
+    "ops.joint.kernel.add_rows": lambda: Launch(operators.add_rows, operators.sum_arguments(), {"num_warps": 4}),
     "ops.joint.routed.move_rows": lambda: Launch(
         routed.move_rows, routed.move_arguments(puts=joint.make_puts()), {"num_warps": 16}
     ),
     "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
-    "ops.matmul_reduce_scatter_copies.add_tiles": launch_added_tiles,
-    "ops.matmul_reduce_scatter_copies.multiply_tiles": lambda: launch_operator("copied", operators.WIDE),
     **{
         f"ops.fp8_casts.{name}": lambda name=name: launch_cast(name)
         for name in ("cast_tiles", "measure_tiles", "find_scales", "cast_group_tiles", "measure_groups")

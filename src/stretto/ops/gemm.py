@@ -26,6 +26,7 @@ from stretto.memory.gpus import find_capability
 from stretto.tiles import kind_of
 
 TMA_BYTES = 16  # TMA takes bases and strides that are multiples of this
+SHARED_BYTES = 224 << 10  # of a multiprocessor of sm_90, less what barriers take
 _FIX_UP_STEPS = 20  # over k that a program could multiply in the time of a fix-up
 _MAX_SPLITS = 4  # work units of one tile
 _MIN_SAVED = 0.05  # of all waves: idle programs leave their power to the others, which then are faster
@@ -268,6 +269,21 @@ def takes_tma(matrix: Tensor) -> bool:
 def align(operand: Tensor) -> Tensor:
     """The operand, in memory that TMA and loads of packets take: a copy of a view that begins elsewhere."""
     return operand.clone() if operand.data_ptr() % TMA_BYTES else operand
+
+
+def count_store_parts(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
+    """The number of parts in which TMA stores a tile's columns, so that one fits besides the loads; 0: none.
+
+    A part waits until TMA has read the part before it, so one part is the fastest. Sizes are an element's, in bytes.
+    Blocks of up to four warps are made for two programs on a multiprocessor.
+    """
+    held = SHARED_BYTES if blocks.num_warps > 4 else SHARED_BYTES // 2
+    loads = blocks.num_stages * (blocks.m + blocks.n) * blocks.k * loaded_size
+    for parts in (1, 2, 4):  # four: of fp32 sums beside 16-bit operands
+        fits = loads + blocks.m * blocks.n * stored_size // parts <= held
+        if fits and blocks.n // parts * stored_size >= TMA_BYTES:
+            return parts
+    return 0
 
 
 class StreamK(NamedTuple):

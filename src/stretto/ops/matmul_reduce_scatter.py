@@ -3,7 +3,7 @@
 
 Flux (sections 3.2, 4.1 and 4.2), in tile-centric primitives (TileLink). From top to bottom: the operator; its run, by
 the library or by a kernel; the kernel that does all of it in one launch; its launch; the gradient.
-`matmul_reduce_scatter_copies` has the variant whose tiles copy engines push, `small_m` the one for few rows.
+By copy engines it is a direct algorithm's joint schedule (`joint`); `small_m` has the variant for few rows.
 """
 
 from functools import lru_cache
@@ -24,17 +24,20 @@ from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation, pin_backward
 from stretto.ops.gemm import (
+    SHARED_BYTES,
     Blocks,
     Gemm,
     GroupProduct,
     StreamK,
     count_steps,
+    count_store_parts,
     count_units,
     describe_gemm,
     divide_up,
     find_unit,
     fixed,
     halve,
+    load_bias,
     multiply_tile,
     order_tiles,
     scale_tile,
@@ -44,18 +47,9 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.invariant.matmul import multiply_reduce_scatter, require_plain
 from stretto.ops.joint.launch import launch_joint
-from stretto.ops.joint.registry import encode_schedule
-from stretto.ops.matmul_reduce_scatter_copies import (
-    can_copy,
-    count_store_parts,
-    fit_stages,
-    goes_in_halves,
-    launch_scatter_by_copies,
-    load_rows,
-    locate_owned,
-    store_rows,
-)
+from stretto.ops.joint.registry import encode_schedule, name_schedule
 from stretto.ops.operator import (
+    CHANNELS,
     Autograd,
     OperatorWorkspace,
     abandon,
@@ -76,6 +70,7 @@ from stretto.ops.operator import (
     save_operands,
 )
 
+_CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to convert a tile's layout
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
 
 
@@ -340,8 +335,49 @@ def _add_partials(channel, gemm, stream_k, owned, buffer, bias, out, count, redu
         store_rows(gemm, out, bias, total, row, column, owned.rows)
 
 
+@triton.jit
+def goes_in_halves(gemm, dtype):  # type: ignore[no-untyped-def]
+    """True if a store by pointers is split into halves, so that its buffer fits besides the loads' stages."""
+    return gemm.block_m * gemm.block_n * dtype.primitive_bitwidth > 8 * _CONVERTED_BYTES
+
+
+@triton.jit
+def locate_owned(rank, world, gemm, rows, index, SHIFTED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(owner, tile, row, column) of the index-th tile of partial sums: tile and place count among the owner's."""
+    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
+    owner = index // (row_tiles * column_tiles)
+    if SHIFTED:
+        owner = (rank + 1 + owner) % world
+    tile = index % (row_tiles * column_tiles)
+    row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
+    return owner, tile, row_tile * gemm.block_m, column_tile * gemm.block_n
+
+
+@triton.jit
+def find_rows(gemm, staging, slot, within):  # type: ignore[no-untyped-def]
+    """The address of row `within` of a staged tile, slot [block_m, block_n]."""
+    return staging + (tl.cast(slot, tl.int64) * gemm.block_m + within) * gemm.block_n
+
+
+@triton.jit
+def load_rows(gemm, staging, slot, within, offsets):  # type: ignore[no-untyped-def]
+    """Load rows of a staged tile from row `within` on, as fp32."""
+    return tl.load(find_rows(gemm, staging, slot, within) + offsets).to(tl.float32)
+
+
+@triton.jit
+def store_rows(gemm, out, bias, total, row, column, rows):  # type: ignore[no-untyped-def]
+    """Add the bias to sums of a tile's rows, and store those inside of out [rows, n]."""
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    rows_at = (row + tl.arange(0, total.shape[0]))[:, None]
+    columns = (column + tl.arange(0, gemm.block_n))[None, :]
+    mask = (rows_at < rows) & (columns < gemm.n)
+    tl.store(out + rows_at.to(tl.int64) * gemm.n + columns, total.to(out.dtype.element_ty), mask=mask)
+
+
 def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> None:
-    """Launch the call by packets, by copy engines, or by the kernel here; partial sums are sent in `dtype`.
+    """Launch the call by packets, by a direct schedule's copies, or by the kernel here; sums are sent in `dtype`.
 
     The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
     """
@@ -353,8 +389,9 @@ def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dty
     config = config.with_power_of_two_tiles()
     assert config.blocks is not None
     blocks = config.blocks
-    if config.transfer == "copies" and can_copy(world):
-        launch_scatter_by_copies(config, product, dtype, world)
+    if config.transfer == "copies" and 1 < world <= CHANNELS:  # where there is a channel for each rank
+        direct = name_schedule("matmul_reduce_scatter", "direct-reduce-scatter", "kernel", world)
+        launch_joint("matmul_reduce_scatter", config._replace(schedule=direct), product, dtype)
         return
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
     stream_k, units = split_last_wave(count, x.shape[1], blocks)
@@ -399,6 +436,18 @@ def _launch(
         num_warps=blocks.num_warps,
         num_stages=stages,
     )
+
+
+def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:
+    """The stages of TMA loads that fit besides a store by pointers, which converts a tile, or half of a large one.
+
+    At most the stages of `blocks`, and at least one. Sizes are an element's, in bytes.
+    """
+    converted = blocks.m * blocks.n * stored_size
+    if converted > _CONVERTED_BYTES.value:  # as `goes_in_halves`
+        converted //= 2
+    most = (SHARED_BYTES - converted) // ((blocks.m + blocks.n) * blocks.k * loaded_size)
+    return max(1, min(blocks.num_stages, most))
 
 
 @lru_cache(maxsize=4096)

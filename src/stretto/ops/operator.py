@@ -555,10 +555,8 @@ def find_workspace(
     """Find or allocate a workspace of the group with slots of `size` bytes or more, for one call.
 
     purpose: "barrier", for calls that `BlockChannel.begin`: two slots in turn or, above `TWO_SLOTS_BYTES`, one;
-    "copy_engine", the same for calls that other ranks' copies and moves signal; "scattered copies", the same for calls
-    whose mapping counts signals that no rank gives, so that those targets are ahead, and any other call would wait;
-    "double_buffered", two slots for calls that `enter`; "packets", two slots that hold only packets.
-    Purposes do not disturb each other.
+    "copy_engine", the same for calls that other ranks' copies and moves signal; "double_buffered", two slots for calls
+    that `enter`; "packets", two slots that hold only packets. Purposes do not disturb each other.
 
     All ranks call it with the same arguments. Sizes are rounded up to powers of two, so that allocation, a collective,
     is rare. Nothing but `close_workspaces` frees it while the group lives, since CUDA graphs may hold its address.
@@ -567,7 +565,7 @@ def find_workspace(
     graph is captured.
     """
     cache = _find_cache(name)
-    slots = 1 if purpose in ("barrier", "copy_engine", "scattered copies") and size > TWO_SLOTS_BYTES else 2
+    slots = 1 if purpose in ("barrier", "copy_engine") and size > TWO_SLOTS_BYTES else 2
     key = purpose, max(1 << (size - 1).bit_length(), MIN_WORKSPACE_BYTES), device
     if key not in cache.workspaces:
         require_no_capture(device)

@@ -12,16 +12,14 @@ from tests.tiles.machine_code import (
     RELEASE,
     WORLD,
     compile_to_ptx,
-    count_registers,
     find,
     find_spills,
     make_channel,
 )
 
 from stretto import tiles
-from stretto.ops.gemm import describe_gemm, describe_matrix, describe_rows
-from stretto.ops.joint.kernel import CopiedTiles, MovedRows, MoveTables, add_rows, joint_gemm, joint_gemm_by_copies
-from stretto.ops.matmul_reduce_scatter_copies import count_store_parts
+from stretto.ops.gemm import count_store_parts, describe_gemm, describe_matrix, describe_rows
+from stretto.ops.joint.kernel import CopiedTiles, MovedRows, MoveTables, joint_gemm, joint_gemm_by_copies
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 from stretto.tiles.puts import Puts
 
@@ -57,16 +55,6 @@ def copied_arguments(blocks, is_gather, is_whole=True, dtype=torch.bfloat16):
     return channel, mapping, order, gemm, own, a, b, stored, bias
 
 
-def sum_arguments(sources=3, totals=(torch.bfloat16, torch.bfloat16)):
-    """The arguments of `add_rows`."""
-    size = 64 * N
-    return (
-        (torch.empty(size, dtype=torch.bfloat16),) * sources,
-        tuple(torch.empty(size, dtype=one) for one in totals),
-        size,
-    )
-
-
 @pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("blocks", [WIDE, NARROW])
@@ -86,14 +74,6 @@ def test_loops_beside_copy_engines_are_flattened_pipelined_and_wait_before_loads
     assert count_shared_bytes(joint_gemm_by_copies, arguments, options, "sm_90") <= (227 << 10) // (
         8 // blocks.num_warps
     )
-    beside = 32 * 4 * count_registers(compile_to_ptx(add_rows, sum_arguments(), num_warps=4), tmp_path)
-    assert count_registers(lines, tmp_path) * 256 + beside <= 65536  # so that sums run beside a product
-
-
-def test_sums_are_loaded_and_stored_16_bytes_at_a_time():
-    lines = compile_to_ptx(add_rows, sum_arguments(), num_warps=4)
-    for words in (r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"):
-        find(lines, words)
 
 
 @pytest.mark.long

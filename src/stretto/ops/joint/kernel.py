@@ -11,7 +11,7 @@ import triton.language as tl
 
 from stretto import tiles
 from stretto.collectives.joint.schedule import INPUT, NOWHERE, OUTPUT
-from stretto.ops.gemm import load_bias, multiply_tile, order_tiles, store_tile
+from stretto.ops.gemm import load_bias, multiply_tile, order_tiles, scale_tile, store_tile
 
 MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
 ADDED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 2048)  # few registers: sums run beside a product
@@ -151,7 +151,7 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
     """stored [m, n] = a @ b.T, + bias, while copy engines make the schedule's moves; persistent.
 
     A gather's tiles multiply rows of `a` as they come, own ones of x (`own`) first. A reduction's are stored in the
-    product, which copy engines send and `add_rows` adds up.
+    product, times the factors that fp8 has, which copy engines send and `add_rows` adds up.
     Order: tiles in the order of `row_tiles`, each program every P-th.
     Signals: a reduction's thread counts a tile in its channel's counter, without a barrier, so that the loop is
     flattened: when the next tile has been multiplied, since its stores are done by then, but in the last two waves at
@@ -195,6 +195,7 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
             low, high = tiles.tile_rows(row_tiles, row_tile)
             column = column_tile * gemm.block_n
             total = multiply_tile(gemm, a, b, low, column, 0)
+            total = scale_tile(gemm, gemm.row_scales, total, low, column, gemm.m)
             total = _add_bias(gemm, order, bias, total, low, column)
             before = tile - programs
             _count_tile(row_tiles, order, gemm, before, (before >= 0) & (before + 2 * programs < count))

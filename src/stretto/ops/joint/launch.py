@@ -23,6 +23,7 @@ from stretto.ops.choices import find_agreed
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
     GroupProduct,
+    count_store_parts,
     describe_gemm,
     describe_matrix,
     describe_rows,
@@ -44,7 +45,6 @@ from stretto.ops.joint.kernel import (
     joint_gemm_by_copies,
 )
 from stretto.ops.joint.registry import find_schedule
-from stretto.ops.matmul_reduce_scatter_copies import count_store_parts
 from stretto.ops.operator import (
     CHANNELS,
     abandon,
@@ -113,7 +113,7 @@ def launch_joint(
 
 def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
     """Launch a call whose moves copy engines make, and kernels that add; returns what moves have brought."""
-    x, weight, bias, out, group, _ = product
+    x, weight, bias, out, group, scales = product
     blocks, members = config.blocks, find_group(group)
     assert blocks is not None
     rank, gathers, pulls = members.rank(), is_gather(operator), config.direction == "pull"
@@ -138,7 +138,7 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
         blocks = blocks._replace(programs=limit_waiting(blocks.programs, x.device))
     landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
     inputs = x if gathers else x.new_empty(x.shape[0], width, dtype=dtype)
-    gemm, a, b, stored = describe_gemm(landed if gathers else x, weight, None, blocks)
+    gemm, a, b, stored = describe_gemm(landed if gathers else x, weight, None, blocks, scales=scales)
     own = describe_rows(x, gemm) if reads_own else None
     target = out if gathers else inputs
     parts = count_store_parts(blocks, x.element_size(), target.element_size())
