@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`stretto tune`: measures on this machine what "auto" chooses between, and keeps the times for later runs."""
 
-from __future__ import annotations  # the settings are imported when a command is used
-
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from importlib import import_module
+from typing import Annotated, Any
 
 import typer
 
@@ -13,11 +13,30 @@ from stretto.cli.console import Json, print_json, refusing_bad_input, stdout_on_
 from stretto.cli.settings_command import BenchApp
 from stretto.quantities import counted
 
-if TYPE_CHECKING:
-    from stretto.bench.collectives.settings import CollectivesTuning
-    from stretto.bench.embedding.settings import EmbeddingTuning
-    from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
-    from stretto.bench.training.settings import ProductsTuning
+_KINDS = {
+    "collectives": (
+        "collectives.settings:CollectivesTuning",
+        "Time every algorithm and protocol of the collectives, and NCCL, size by size.",
+    ),
+    "operators": (
+        "operators.settings:OperatorsTuning",
+        "Time the configurations of overlapped operators, and the library, shape by shape.",
+    ),
+    "attention": (
+        "operators.settings:AttentionTuning",
+        "Time the implementations of attention over a shared sequence, causal, length by length.",
+    ),
+    "experts": (
+        "operators.settings:ExpertsTuning",
+        "Time the kernels of tensor-parallel experts, and the library, for each product of a layer's two passes.",
+    ),
+    "embedding": ("embedding.settings:EmbeddingTuning", "Time the launch configurations of embedding look-ups."),
+    "products": (
+        "training.settings:ProductsTuning",
+        "Time the layouts of a model's matrix products, on every grid of the ranks (for `tune_matmuls`).",
+    ),
+}
+"""Of each command, its settings in `stretto.bench`, which are imported when it is used, and its summary."""
 
 tuning = BenchApp(
     """Measure on this machine what "auto" chooses between, and keep the times for later runs.
@@ -46,62 +65,24 @@ def tune_all(
             return
         count = tuning.count_ranks(ranks)
 
-        from stretto.bench.collectives.settings import CollectivesTuning
-        from stretto.bench.embedding.settings import EmbeddingTuning
-        from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
-        from stretto.bench.training.settings import ProductsTuning
-
         found: dict[str, Any] = {"left_out": {}}
-        kinds = {"collectives": CollectivesTuning, "operators": OperatorsTuning}
-        kinds |= {"experts": ExpertsTuning, "attention": AttentionTuning, "embedding": EmbeddingTuning}
         with stdout_on_stderr() if as_json else nullcontext():
-            for kind, setting_type in kinds.items():
+            for kind in _KINDS:
                 try:
-                    tuning.count_gpus(count)
+                    if kind != "products":
+                        tuning.count_gpus(count)
                 except ValueError as error:
                     found["left_out"][kind] = str(error)
                     print(f"{kind} left out: {error}")
                 else:
-                    found[kind] = _tune(count, setting_type(lists=lists))
-            found["products"] = _tune(count, ProductsTuning(lists=lists))
+                    found[kind] = _tune(count, _find_settings(kind)(lists=lists))
     if as_json:
         print_json(found)
 
 
-@tuning.command("collectives", "stretto.bench.collectives.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
-def collectives(ranks: int, setting: CollectivesTuning) -> Any:
-    """Time every algorithm and protocol of the collectives, and NCCL, size by size."""
-    return _tune(ranks, setting)
-
-
-@tuning.command("operators", "stretto.bench.operators.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
-def operators(ranks: int, setting: OperatorsTuning) -> Any:
-    """Time the configurations of overlapped operators, and the library, shape by shape."""
-    return _tune(ranks, setting)
-
-
-@tuning.command("attention", "stretto.bench.operators.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
-def attention(ranks: int, setting: AttentionTuning) -> Any:
-    """Time the implementations of attention over a shared sequence, causal, length by length."""
-    return _tune(ranks, setting)
-
-
-@tuning.command("experts", "stretto.bench.operators.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
-def experts(ranks: int, setting: ExpertsTuning) -> Any:
-    """Time the kernels of tensor-parallel experts, and the library, for each product of a layer's two passes."""
-    return _tune(ranks, setting)
-
-
-@tuning.command("embedding", "stretto.bench.embedding.settings", needs=Needs.TWO_GPUS, count=tuning.count_gpus)
-def embedding(ranks: int, setting: EmbeddingTuning) -> Any:
-    """Time the launch configurations of embedding look-ups."""
-    return _tune(ranks, setting)
-
-
-@tuning.command("products", "stretto.bench.training.settings", needs=Needs.RANKS, count=tuning.count_ranks)
-def products(ranks: int, setting: ProductsTuning) -> Any:
-    """Time the layouts of a model's matrix products, on every grid of the ranks (for `tune_matmuls`)."""
-    return _tune(ranks, setting)
+def _find_settings(kind: str) -> Any:
+    module, _, name = _KINDS[kind][0].partition(":")
+    return getattr(import_module(f"stretto.bench.{module}"), name)
 
 
 def _tune(ranks: int, setting: Any) -> dict[str, Any]:
@@ -126,3 +107,16 @@ def _tune(ranks: int, setting: Any) -> dict[str, Any]:
     store = TuningStore(getattr(setting, "table", None)).path
     print_table(f"Measured on {counted(ranks, 'rank')}, kept in {store}", columns, rows)
     return {"store": str(store), "rows": rows}
+
+
+def _add_command(kind: str, summary: str) -> None:
+    def run(ranks: int, setting: Any) -> Any:
+        return _tune(ranks, setting)
+
+    run.__doc__ = summary
+    needs, count = (Needs.RANKS, tuning.count_ranks) if kind == "products" else (Needs.TWO_GPUS, tuning.count_gpus)
+    tuning.command(kind, partial(_find_settings, kind), needs=needs, count=count)(run)
+
+
+for _kind, (_, _summary) in _KINDS.items():
+    _add_command(_kind, _summary)
