@@ -6,31 +6,8 @@ them, and `stretto.simulator` says how long they should take. `routed` derives t
 only the device knows (`route`), and `routed_verifier` proves them for any sizes.
 """
 
-from stretto.collectives.joint.rewrite import cross_nodes, cut_chunks, keep_needed, pull, read_own_rows
-from stretto.collectives.joint.routed import RoutedSchedule, route
-from stretto.collectives.joint.routed_verifier import verify_routed
-from stretto.collectives.joint.schedule import (
-    JointSchedule,
-    is_gather,
-    join,
-    require_collective,
-    require_operator,
-)
+from stretto.collectives.joint.rewrite import pull
+from stretto.collectives.joint.schedule import is_gather, join, require_collective, require_operator
 from stretto.collectives.joint.verifier import verify_joint
 
-__all__ = [
-    "JointSchedule",
-    "RoutedSchedule",
-    "cross_nodes",
-    "cut_chunks",
-    "is_gather",
-    "join",
-    "keep_needed",
-    "pull",
-    "read_own_rows",
-    "require_collective",
-    "require_operator",
-    "route",
-    "verify_joint",
-    "verify_routed",
-]
+__all__ = ["is_gather", "join", "pull", "require_collective", "require_operator", "verify_joint"]
