@@ -7,18 +7,19 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stretto.atomic_files import require_writable, require_writable_folder
-from stretto.cli.commands import App
+from stretto.cli.commands import App, with_options_of
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import (
     DEFAULT_MAX_FILE_BYTES,
     Compilation,
+    Slots,
     compile_algorithm,
     describe,
     find_limits,
@@ -57,22 +58,6 @@ Names = Annotated[
         help="One or more names from `stretto collective list`, file.py:function, or schedules F.xml.",
     ),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Number of ranks, for an algorithm with the parameter `ranks`.")]
-Nodes = Annotated[
-    int | None, typer.Option(help="Number of nodes, for an algorithm with the parameters `nodes` and `gpus`.")
-]
-Gpus = Annotated[int | None, typer.Option(help="GPUs per node.")]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Another parameter of the algorithm.")
-]
-InPlace = Annotated[
-    bool | None, typer.Option("--in-place/--out-of-place", help="Whether input and output share memory.")
-]
-Instances = Annotated[int, typer.Option(help="Number of instances of the whole program, each for a part of the data.")]
-Protocol = Annotated[str, typer.Option(help="Simple, LL or LL128.")]
-Slots = Annotated[
-    int | None, typer.Option(help="FIFO slots per connection (default: 2 for Simple, 8 for LL and LL128).")
-]
 Waive = Annotated[
     list[str] | None, typer.Option(help="A check whose failure is not an error: replica_consistency. May be repeated.")
 ]
@@ -102,16 +87,10 @@ def list_algorithms(as_json: Json = False) -> None:
 
 
 @app.command("compile")
+@with_options_of(Compilation)
 def compile_(
     name: Program,
-    ranks: Ranks = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    instances: Instances = 1,
-    protocol: Protocol = "Simple",
-    slots: Slots = None,
-    in_place: InPlace = None,
-    set_: Sets = None,
+    given: Compilation,
     min_bytes: Annotated[int, typer.Option(help="The smallest call that the schedule runs, in bytes.", min=0)] = 0,
     max_bytes: Annotated[
         int, typer.Option(help="The largest call that the schedule runs, in bytes (0: any).", min=0)
@@ -132,11 +111,9 @@ def compile_(
 
         if output is not None:
             require_writable(output, "--output")
-        made = compile_algorithm(
-            name, Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots, min_bytes, max_bytes)
-        )
+        made = compile_algorithm(name, replace(given, min_bytes=min_bytes, max_bytes=max_bytes))
         require_limits(made, limits)
-        found = verify(made, slots=slots, waive=waive or ())
+        found = verify(made, slots=given.slots, waive=waive or ())
         print(describe(made, found), file=sys.stderr, flush=True)
         if not found.ok:
             raise fail("not written: the schedule is not verified", NOT_VERIFIED, as_json=False)
@@ -144,16 +121,10 @@ def compile_(
 
 
 @app.command("verify")
+@with_options_of(Compilation)
 def verify_(
     names: Names,
-    ranks: Ranks = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    instances: Instances = 1,
-    protocol: Protocol = "Simple",
-    slots: Slots = None,
-    in_place: InPlace = None,
-    set_: Sets = None,
+    given: Compilation,
     waive: Waive = None,
     limits: LimitsOf = None,
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
@@ -173,11 +144,10 @@ def verify_(
         from stretto.collectives.limits import exceeded_limits
 
         known_limits = None if limits is None else find_limits(limits)
-        given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
         answers = {}
         for name in names:
             schedule = load_schedule(name, given, max_file_bytes, ("slots",))
-            found = verify(schedule, slots=slots, waive=waive or ())
+            found = verify(schedule, slots=given.slots, waive=waive or ())
             over = [] if known_limits is None else exceeded_limits(schedule, known_limits)
             answers[name] = asdict(found) | {"ok": found.ok and not over, "errors": [*found.errors, *over]}
             if not as_json:
@@ -258,21 +228,15 @@ def import_msccl(
 
 
 @app.command()
+@with_options_of(Compilation)
 def show(
     name: Name,
+    given: Compilation,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The picture, .png or .svg (default: F.png next to F.xml, or NAME.png)."),
     ] = None,
     only: Annotated[str | None, typer.Option(help="The ranks to show, as FIRST-LAST (default: all).")] = None,
-    ranks: Ranks = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    instances: Instances = 1,
-    protocol: Protocol = "Simple",
-    slots: Slots = None,
-    in_place: InPlace = None,
-    set_: Sets = None,
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     operator: Annotated[
         str | None,
@@ -314,7 +278,6 @@ def show(
             raise ValueError(f"{picture} is the schedule itself: name another file for the picture with -o")
         require_writable(picture, "--output")
         shown = _rank_range(only)
-        given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
         schedule = load_schedule(name, given, max_file_bytes)
 
         from stretto.report.pictures import require_drawing
@@ -385,11 +348,10 @@ def _read_sizes(text: str) -> tuple[int, int, int]:
 
 
 @app.command()
+@with_options_of(Compilation)
 def run(
     name: Name,
-    ranks: Ranks = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
+    given: Compilation,
     size: Annotated[
         str,
         typer.Option(
@@ -401,11 +363,6 @@ def run(
     dtype: Annotated[str, typer.Option(help="fp64, fp32, fp16, bf16, int8, int16, int32, int64 or uint8.")] = "fp32",
     reduction: Annotated[str, typer.Option(help="sum, max, min or prod.")] = "sum",
     repeats: Annotated[int, typer.Option(help="Number of runs; the median is reported.", min=1)] = 1,
-    instances: Instances = 1,
-    protocol: Protocol = "Simple",
-    slots: Slots = None,
-    in_place: InPlace = None,
-    set_: Sets = None,
     waive: Waive = None,
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
@@ -421,17 +378,17 @@ def run(
         from stretto.collectives import verify
         from stretto.collectives.host_trial import plan_trial
 
-        given = Compilation(ranks, nodes, gpus, in_place, set_, instances, protocol, slots)
         schedule = load_schedule(name, given, max_file_bytes, ("slots", "in_place"))
-        plan_trial(schedule, size, dtype, reduction, in_place)  # refused before it is verified and torch is imported
-        found = verify(schedule, slots=slots, waive=waive or ())
+        # Refused before it is verified and torch is imported.
+        plan_trial(schedule, size, dtype, reduction, given.in_place)
+        found = verify(schedule, slots=given.slots, waive=waive or ())
         if found.ok:
             from stretto.collectives.host_benchmark import run_host_benchmark
 
             try:
                 with _cleaning_up_when_ended():
                     result = run_host_benchmark(
-                        schedule, size, dtype, reduction, repeats=repeats, slots=slots, in_place=in_place
+                        schedule, size, dtype, reduction, repeats=repeats, slots=given.slots, in_place=given.in_place
                     )
             except RuntimeError as error:  # a process died, or the others did not wait any longer
                 raise fail(f"not run to its end: {one_line(error)}", NOT_VERIFIED, as_json=as_json) from error
@@ -441,7 +398,7 @@ def run(
     if as_json:
         print_json(asdict(result))
     else:
-        rounded = "" if result.bytes == (given_bytes := read_bytes(size)) else f" ({given_bytes:,} in whole chunks)"
+        rounded = "" if result.bytes == (asked := read_bytes(size)) else f" ({asked:,} in whole chunks)"
         print(
             f"{shown_name(schedule.name)} on {schedule.collective.ranks} processes, {result.bytes:,} bytes{rounded} of "
             f"{dtype}: "

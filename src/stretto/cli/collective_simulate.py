@@ -6,20 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.collective import (
-    NOT_VERIFIED,
-    Gpus,
-    InPlace,
-    MaxFileBytes,
-    MaybeClusterName,
-    Name,
-    Nodes,
-    Ranks,
-    Sets,
-    Slots,
-    Waive,
-    app,
-)
+from stretto.cli.collective import NOT_VERIFIED, MaxFileBytes, MaybeClusterName, Name, Waive, app
+from stretto.cli.commands import with_options_of
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.cli.schedules import DEFAULT_MAX_FILE_BYTES, Compilation, describe, load_schedule, shown_name
 from stretto.cli.simulate import Bandwidth, Latency, NetworkOptions, Topology
@@ -43,11 +31,13 @@ Costs = Annotated[
 
 
 @app.command()
+@with_options_of(Compilation)
 def simulate(
     name: Name,
     size: Annotated[
         str, typer.Option("--bytes", help="Size of a rank's larger buffer: 4096, 64KiB, 1MiB (2^20 bytes), 1MB (10^6).")
     ],
+    given: Compilation,
     cluster: MaybeClusterName = None,
     topology: Topology = None,
     bandwidth: Bandwidth = None,
@@ -60,12 +50,6 @@ def simulate(
     instances: Annotated[
         int, typer.Option(help="Number of instances of the whole schedule, each for a part of the data.")
     ] = 1,
-    ranks: Ranks = None,
-    nodes: Nodes = None,
-    gpus: Gpus = None,
-    slots: Slots = None,
-    in_place: InPlace = None,
-    set_: Sets = None,
     waive: Waive = None,
     max_file_bytes: MaxFileBytes = DEFAULT_MAX_FILE_BYTES,
     as_json: Json = False,
@@ -84,7 +68,6 @@ def simulate(
         from stretto.simulator.schedules import MachineCosts, simulate_schedule
 
         num_bytes = read_bytes(size)
-        given = Compilation(ranks, nodes, gpus, in_place, set_, slots=slots)
         schedule = load_schedule(name, given, max_file_bytes, ("slots",))
         machine = MachineCosts.find(costs)
         if topology is None:
@@ -98,7 +81,7 @@ def simulate(
         run_by = machine.executor(executor)
         if protocol is None and schedule.protocol not in run_by.protocols:
             protocol = next(iter(run_by.protocols))
-        verification = verify(schedule, slots=slots, waive=waive or ())
+        verification = verify(schedule, slots=given.slots, waive=waive or ())
         if verification.ok:
             result = simulate_schedule(
                 schedule,
@@ -107,7 +90,7 @@ def simulate(
                 run_by,
                 protocol=protocol,
                 ranks_per_node=ranks_per_node,
-                slots=slots,
+                slots=given.slots,
                 instances=instances,
             )
     if not verification.ok:

@@ -5,12 +5,14 @@ typer's own help is drawn by rich, which takes longer to import than most comman
 options' names on a terminal of 80 columns.
 """
 
+import functools
 import inspect
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -148,6 +150,38 @@ def make_command(name: str, made_of: Any) -> Any:
     alone = App()
     alone.command(name)(made_of)
     return typer.main.get_command(alone)
+
+
+def with_options_of(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each annotated field of a dataclass that the command has no parameter of.
+
+    The command gets one of these dataclasses as its parameter `given`, in whose place the options are in the help.
+    """
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(run).parameters
+        options = {
+            each.name: inspect.Parameter(
+                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+            )
+            for each in fields(kind)
+            if get_origin(each.type) is Annotated and each.name not in own
+        }
+
+        @functools.wraps(run)
+        def command(**values: Any) -> None:
+            run(given=kind(**{name: values.pop(name) for name in options}), **values)
+
+        parameters = [
+            each
+            for name, one in own.items()
+            for each in (options.values() if name == "given" else [one.replace(kind=one.KEYWORD_ONLY)])
+        ]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        return command
+
+    return decorate
 
 
 def write_help(command: Any, ctx: Any, formatter: Any, commands: Mapping[str, Any] | None = None) -> None:

@@ -4,11 +4,13 @@
 import re
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from stretto.quantities import counted
 from stretto.suggestions import did_you_mean, did_you_mean_file
@@ -23,18 +25,33 @@ FIXED = ("protocol", "instances", "slots", "min_bytes", "max_bytes")
 """Compile options of every algorithm; no algorithm has a parameter of such a name."""
 
 
+Slots = Annotated[
+    int | None, typer.Option(help="FIFO slots per connection (default: 2 for Simple, 8 for LL and LL128).")
+]
+
+
 @dataclass(frozen=True)
 class Compilation:
     """The options by which a command line has an algorithm compiled. sets: further parameters, as NAME=NUMBER."""
 
-    ranks: int | None = None
-    nodes: int | None = None
-    gpus: int | None = None
-    in_place: bool | None = None
-    sets: Sequence[str] | None = None
-    instances: int = 1
-    protocol: str = "Simple"
-    slots: int | None = None
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks, for an algorithm with the parameter `ranks`.")] = (
+        None
+    )
+    nodes: Annotated[
+        int | None, typer.Option(help="Number of nodes, for an algorithm with the parameters `nodes` and `gpus`.")
+    ] = None
+    gpus: Annotated[int | None, typer.Option(help="GPUs per node.")] = None
+    instances: Annotated[
+        int, typer.Option(help="Number of instances of the whole program, each for a part of the data.")
+    ] = 1
+    protocol: Annotated[str, typer.Option(help="Simple, LL or LL128.")] = "Simple"
+    slots: Slots = None
+    in_place: Annotated[
+        bool | None, typer.Option("--in-place/--out-of-place", help="Whether input and output share memory.")
+    ] = None
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=NUMBER", help="Another parameter of the algorithm.")
+    ] = None
     min_bytes: int = 0
     max_bytes: int = 0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stretto.cli.commands import App
+from stretto.cli.commands import App, with_options_of
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.quantities import counted
 
@@ -54,141 +54,16 @@ Packets = Annotated[
 ]
 
 
-@app.command()
-def message(
-    num_bytes: Bytes,
-    src: Annotated[int, typer.Option(help="The rank that sends.")],
-    dst: Annotated[int, typer.Option(help="The rank that receives.")],
-    topology: Topology = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    cluster: ClusterName = None,
-    gpus: Gpus = None,
-    packet_bytes: Packets = None,
-    as_json: Json = False,
-) -> None:
-    """Simulate one message between two ranks: closed-form (cut-through), and event-driven (store-and-forward).
-
-    Each hop's time is rounded down to whole nanoseconds, but for packets.
-
-    - stretto simulate message --topology ring:16 --bandwidth 50GiB/s --latency 500ns --bytes 1MiB --src 1 --dst 4
-    - stretto simulate message --cluster perlmutter --gpus 64 --bytes 1MiB --src 0 --dst 63 --packet-bytes 4KiB
-    """
-    with refusing_bad_input(as_json=as_json):
-        from stretto.quantities import read_bytes, whole_nanoseconds
-        from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
-
-        network = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes).build(max(src, dst) + 1)
-        network.check_pair(src, dst)
-        packets = read_packets(packet_bytes)
-        size = read_bytes(num_bytes)
-        builder = GraphBuilder(network.devices)
-        builder.message(src, dst, size)
-        graph = builder.build()
-        closed = execute(graph, ClosedFormNetwork(network, truncates=packets is None))
-        queued = execute(graph, EventDrivenNetwork(network, packets, truncates=packets is None))
-        found = {
-            "topology": network.name,
-            "source": src,
-            "target": dst,
-            "bytes": size,
-            "hops": len(network.routes(src, dst)[0]),
-            "routes": len(network.routes(src, dst)),
-            "packet_bytes": packets,
-            "closed_form_ns": whole_nanoseconds(closed.makespan),
-            "event_driven_ns": whole_nanoseconds(queued.makespan),
-        }
-    _print(found, f"A message of {num_bytes} from rank {src} to rank {dst}", as_json=as_json)
-
-
-@app.command()
-def collective(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="COLLECTIVE", help="all_reduce, all_gather, reduce_scatter, all_to_all, or broadcast (from rank 0)."
-        ),
-    ],
-    num_bytes: Bytes,
-    algorithm: Annotated[
-        str,
-        typer.Option(
-            help="ring, direct, recursive, or between nodes one of them: two-level-ring, two-level-direct, "
-            "two-level-recursive."
-        ),
-    ] = "ring",
-    topology: Topology = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    cluster: ClusterName = None,
-    gpus: Gpus = None,
-    ranks_per_node: Annotated[
-        int | None,
-        typer.Option(help="For two-level algorithms: ranks per node (default: the GPUs of a node of --cluster)."),
-    ] = None,
-    in_node: Annotated[
-        str, typer.Option(help="For two-level algorithms: the algorithm inside a node: ring, direct or recursive.")
-    ] = "ring",
-    splits: Annotated[
-        int, typer.Option(help="Split the buffer into this many equal parts, each a concurrent collective.")
-    ] = 1,
-    packet_bytes: Packets = None,
-    symmetry: Annotated[
-        bool, typer.Option("--symmetry", help="Simulate identical groups of ranks, and repeated rounds, only once.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Simulate a collective of all ranks: closed-form, and event-driven with a queue on every link.
-
-    --bytes is the whole buffer of one rank: of all_gather its output, of reduce_scatter its input.
-
-    - stretto simulate collective all_reduce --topology ring:8 --bandwidth 50GiB/s --latency 500ns --bytes 1MiB
-    - stretto simulate collective all_to_all --algorithm direct --topology torus:16x8 --bandwidth 25GiB/s
-      --latency 700ns --bytes 64MiB
-    - stretto simulate collective all_gather --algorithm two-level-recursive --cluster frontier --gpus 2048
-      --bytes 256MB
-    """
-    with refusing_bad_input(as_json=as_json):
-        from stretto.quantities import read_bytes, whole_nanoseconds
-        from stretto.simulator import EventDrivenNetwork
-        from stretto.simulator.collectives import CollectiveOptions, closed_form_seconds, simulate_collective
-
-        given = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
-        network = given.build()
-        size, packets = read_bytes(num_bytes), read_packets(packet_bytes)
-        if not algorithm.startswith("two-level") and (ranks_per_node is not None or in_node != "ring"):
-            raise ValueError(f"--ranks-per-node and --in-node are of two-level algorithms, not of {algorithm}")
-        if algorithm.startswith("two-level") and cluster is None and ranks_per_node is None:
-            raise ValueError(f"{algorithm} on a --topology needs --ranks-per-node, such as 4")
-        per_node = given.gpus_per_node() if ranks_per_node is None else ranks_per_node
-        options = CollectiveOptions(per_node, in_node, splits, symmetry)
-        closed = closed_form_seconds(name, algorithm, network, size, ranks_per_node=per_node, in_node=in_node)
-        queued = simulate_collective(name, algorithm, EventDrivenNetwork(network, packets), size, options)
-        found = {
-            "topology": network.name,
-            "collective": name,
-            "algorithm": algorithm,
-            "ranks": network.devices,
-            "bytes": size,
-            "splits": splits,
-            "packet_bytes": packets,
-            "closed_form_ns": whole_nanoseconds(closed),
-            "event_driven_ns": whole_nanoseconds(queued.seconds),
-            "events": queued.events,
-        }
-    _print(found, f"{name} ({algorithm}) of {num_bytes} among {counted(network.devices, 'rank')}", as_json=as_json)
-
-
 @dataclass(frozen=True)
 class NetworkOptions:
     """The options that say which network."""
 
-    topology: str | None
-    bandwidth: str | None
-    latency: str | None
-    cluster: str | None
-    gpus: int | None = None
-    packet_bytes: str | None = None
+    topology: Topology = None
+    bandwidth: Bandwidth = None
+    latency: Latency = None
+    cluster: ClusterName = None
+    gpus: Gpus = None
+    packet_bytes: Packets = None
 
     def build(self, ranks: int | None = None) -> "NetworkTopology":
         """The network. ValueError for both, or neither, of --topology and --cluster, and for what these refuse.
@@ -239,6 +114,122 @@ class NetworkOptions:
 
         size = Cluster.find(self.cluster).gpus_per_node
         return size if self.gpus is None else min(size, self.gpus)
+
+
+@app.command()
+@with_options_of(NetworkOptions)
+def message(
+    num_bytes: Bytes,
+    src: Annotated[int, typer.Option(help="The rank that sends.")],
+    dst: Annotated[int, typer.Option(help="The rank that receives.")],
+    given: NetworkOptions,
+    as_json: Json = False,
+) -> None:
+    """Simulate one message between two ranks: closed-form (cut-through), and event-driven (store-and-forward).
+
+    Each hop's time is rounded down to whole nanoseconds, but for packets.
+
+    - stretto simulate message --topology ring:16 --bandwidth 50GiB/s --latency 500ns --bytes 1MiB --src 1 --dst 4
+    - stretto simulate message --cluster perlmutter --gpus 64 --bytes 1MiB --src 0 --dst 63 --packet-bytes 4KiB
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.quantities import read_bytes, whole_nanoseconds
+        from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
+
+        network = given.build(max(src, dst) + 1)
+        network.check_pair(src, dst)
+        packets = read_packets(given.packet_bytes)
+        size = read_bytes(num_bytes)
+        builder = GraphBuilder(network.devices)
+        builder.message(src, dst, size)
+        graph = builder.build()
+        closed = execute(graph, ClosedFormNetwork(network, truncates=packets is None))
+        queued = execute(graph, EventDrivenNetwork(network, packets, truncates=packets is None))
+        found = {
+            "topology": network.name,
+            "source": src,
+            "target": dst,
+            "bytes": size,
+            "hops": len(network.routes(src, dst)[0]),
+            "routes": len(network.routes(src, dst)),
+            "packet_bytes": packets,
+            "closed_form_ns": whole_nanoseconds(closed.makespan),
+            "event_driven_ns": whole_nanoseconds(queued.makespan),
+        }
+    _print(found, f"A message of {num_bytes} from rank {src} to rank {dst}", as_json=as_json)
+
+
+@app.command()
+@with_options_of(NetworkOptions)
+def collective(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="COLLECTIVE", help="all_reduce, all_gather, reduce_scatter, all_to_all, or broadcast (from rank 0)."
+        ),
+    ],
+    num_bytes: Bytes,
+    given: NetworkOptions,
+    algorithm: Annotated[
+        str,
+        typer.Option(
+            help="ring, direct, recursive, or between nodes one of them: two-level-ring, two-level-direct, "
+            "two-level-recursive."
+        ),
+    ] = "ring",
+    ranks_per_node: Annotated[
+        int | None,
+        typer.Option(help="For two-level algorithms: ranks per node (default: the GPUs of a node of --cluster)."),
+    ] = None,
+    in_node: Annotated[
+        str, typer.Option(help="For two-level algorithms: the algorithm inside a node: ring, direct or recursive.")
+    ] = "ring",
+    splits: Annotated[
+        int, typer.Option(help="Split the buffer into this many equal parts, each a concurrent collective.")
+    ] = 1,
+    symmetry: Annotated[
+        bool, typer.Option("--symmetry", help="Simulate identical groups of ranks, and repeated rounds, only once.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Simulate a collective of all ranks: closed-form, and event-driven with a queue on every link.
+
+    --bytes is the whole buffer of one rank: of all_gather its output, of reduce_scatter its input.
+
+    - stretto simulate collective all_reduce --topology ring:8 --bandwidth 50GiB/s --latency 500ns --bytes 1MiB
+    - stretto simulate collective all_to_all --algorithm direct --topology torus:16x8 --bandwidth 25GiB/s
+      --latency 700ns --bytes 64MiB
+    - stretto simulate collective all_gather --algorithm two-level-recursive --cluster frontier --gpus 2048
+      --bytes 256MB
+    """
+    with refusing_bad_input(as_json=as_json):
+        from stretto.quantities import read_bytes, whole_nanoseconds
+        from stretto.simulator import EventDrivenNetwork
+        from stretto.simulator.collectives import CollectiveOptions, closed_form_seconds, simulate_collective
+
+        network = given.build()
+        size, packets = read_bytes(num_bytes), read_packets(given.packet_bytes)
+        if not algorithm.startswith("two-level") and (ranks_per_node is not None or in_node != "ring"):
+            raise ValueError(f"--ranks-per-node and --in-node are of two-level algorithms, not of {algorithm}")
+        if algorithm.startswith("two-level") and given.cluster is None and ranks_per_node is None:
+            raise ValueError(f"{algorithm} on a --topology needs --ranks-per-node, such as 4")
+        per_node = given.gpus_per_node() if ranks_per_node is None else ranks_per_node
+        options = CollectiveOptions(per_node, in_node, splits, symmetry)
+        closed = closed_form_seconds(name, algorithm, network, size, ranks_per_node=per_node, in_node=in_node)
+        queued = simulate_collective(name, algorithm, EventDrivenNetwork(network, packets), size, options)
+        found = {
+            "topology": network.name,
+            "collective": name,
+            "algorithm": algorithm,
+            "ranks": network.devices,
+            "bytes": size,
+            "splits": splits,
+            "packet_bytes": packets,
+            "closed_form_ns": whole_nanoseconds(closed),
+            "event_driven_ns": whole_nanoseconds(queued.seconds),
+            "events": queued.events,
+        }
+    _print(found, f"{name} ({algorithm}) of {num_bytes} among {counted(network.devices, 'rank')}", as_json=as_json)
 
 
 def read_packets(text: str | None) -> int | None:

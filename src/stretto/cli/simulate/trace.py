@@ -7,21 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from stretto.atomic_files import require_writable
-from stretto.cli.commands import refuse_options
+from stretto.cli.commands import refuse_options, with_options_of
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.cli.simulate import Bandwidth, ClusterName, Gpus, Latency, NetworkOptions, Packets, Topology, read_packets
+from stretto.cli.simulate import NetworkOptions, read_packets
 from stretto.quantities import counted
 
 
+@with_options_of(NetworkOptions)
 def trace(
     call: typer.Context,
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="The files are PREFIX.0.et, PREFIX.1.et, ...")],
-    topology: Topology = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
-    cluster: ClusterName = None,
-    gpus: Gpus = None,
-    packet_bytes: Packets = None,
+    given: NetworkOptions,
     groups: Annotated[
         Path | None, typer.Option(help="Process groups, as JSON: {NAME: [RANK, ...]} (default: PREFIX.groups.json).")
     ] = None,
@@ -55,11 +51,10 @@ def trace(
         from stretto.simulator.network.shapes import fully_connected
         from stretto.suggestions import name_known
 
-        network_options = NetworkOptions(topology, bandwidth, latency, cluster, gpus, packet_bytes)
         if replay:
             network_names = ("topology", "cluster", "bandwidth", "latency", "gpus", "packet_bytes", "algorithm")
             refuse_options(call, "--replay, which uses no network", *network_names)
-        network = None if replay else network_options.build()
+        network = None if replay else given.build()
         chosen = {}
         for each in algorithm or ():
             name, _, value = each.partition("=")
@@ -69,8 +64,8 @@ def trace(
                 raise ValueError(f"--algorithm {each!r} names no algorithm{name_known(value, ONE_LEVEL)}")
             chosen[name] = value
         memory = None if memory_bandwidth is None else read_bandwidth(memory_bandwidth)
-        if cluster is not None:
-            gpu = Cluster.find(cluster).gpu
+        if given.cluster is not None:
+            gpu = Cluster.find(given.cluster).gpu
             flops, memory = flops or gpu.peak_flops.bf16, memory or gpu.memory_bandwidth
         times = NodeTimes(flops=flops, memory_bandwidth=memory, is_replayed=replay)
         read = read_chakra(prefix, groups=groups)
@@ -86,7 +81,7 @@ def trace(
             found |= {"replayed_ns": whole_nanoseconds(replayed.makespan)}
         else:
             closed = execute(graph, ClosedFormNetwork(network))
-            queued = execute(graph, EventDrivenNetwork(network, read_packets(packet_bytes)))
+            queued = execute(graph, EventDrivenNetwork(network, read_packets(given.packet_bytes)))
             found |= {
                 "topology": network.name,
                 "closed_form_ns": whole_nanoseconds(closed.makespan),
