@@ -155,7 +155,8 @@ def pull(joint: JointSchedule) -> JointSchedule:
             (source,) = move.sources
             for to in move.destinations:
                 if to.rank == rank:
-                    made[rank].append(((begin, False), move._replace(sources=(_follow(source),), destinations=(to,))))
+                    # What an earlier copy of this rank has brought needs no wait on the same stream.
+                    made[rank].append(((begin, False), Move((Source(source.rows),), (to,))))
                     continue
                 rows, at = source.rows, begin
                 if rows.area == INPUT:
@@ -199,8 +200,3 @@ def cross_nodes(joint: JointSchedule, nodes: Sequence[int]) -> JointSchedule:
         for plan, of_rank in zip(joint.ranks, coming, strict=True)
     )
     return replace(joint, ranks=ranks, nodes=tuple(nodes))
-
-
-def _follow(source: Source) -> Source:
-    """Rows that an earlier copy of the same rank has brought, for which a later one on its stream need not wait."""
-    return Source(source.rows)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from stretto.collectives.schedule import Schedule, StepType
 from stretto.simulator.events import EventQueue
-from stretto.simulator.network import EventDrivenNetwork, NetworkTopology
+from stretto.simulator.network import EventDrivenNetwork
 from stretto.simulator.schedules.costs import ExecutorCosts, ProtocolCosts
 
 _NS = 1e9
@@ -77,11 +77,6 @@ class _Block:
         self.waiters: list[tuple[int, _Block]] = []
 
 
-def _find_latency(topology: NetworkTopology, source: int, target: int) -> float:
-    """Seconds of a message without bytes on an idle network."""
-    return sum(topology.links[link].latency for link in topology.routes(source, target)[0])
-
-
 class TileSimulation:
     """One run of a schedule, whose chunks have `tiles` tiles of `tile_bytes`. Runs once."""
 
@@ -107,7 +102,8 @@ class TileSimulation:
             key = (sender, receiver, channel, instance)
             if key not in connections:
                 is_in_node = sender // ranks_per_node == receiver // ranks_per_node
-                latency = _find_latency(network.topology, sender, receiver) * _NS
+                route = network.topology.routes(sender, receiver)[0]
+                latency = sum(network.topology.links[link].latency for link in route) * _NS
                 connections[key] = _Connection(
                     (sender, receiver), slots, latency, costs.find(protocol, is_in_node=is_in_node)
                 )
