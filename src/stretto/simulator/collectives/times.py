@@ -202,16 +202,14 @@ def closed_form_seconds(
     topology: NetworkTopology,
     num_bytes: float,
     *,
-    ranks: Sequence[int] | None = None,
     ranks_per_node: int | None = None,
     in_node: str = "ring",
 ) -> float:
-    """Seconds of a collective among `ranks` (None: all devices) without contention.
+    """Seconds of a collective among all devices without contention.
 
     The other parameters, and what raises ValueError, are those of `add_collective`.
     """
-    chosen = range(topology.devices) if ranks is None else ranks
-    phases = plan_phases(collective, algorithm, chosen, num_bytes, ranks_per_node, in_node)
+    phases = plan_phases(collective, algorithm, range(topology.devices), num_bytes, ranks_per_node, in_node)
     leaving = [0.0] * topology.vertices
     for link in topology.links:
         leaving[link.source] += link.bandwidth
