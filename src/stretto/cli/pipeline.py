@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from stretto.atomic_files import require_writable
-from stretto.cli.commands import App, refuse_options
+from stretto.cli.commands import App, refuse_options, with_options_of
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.quantities import counted
 from stretto.suggestions import did_you_mean_file, name_known
@@ -32,24 +32,69 @@ Name = Annotated[
         "torch.distributed.pipelining.",
     ),
 ]
-Pipe = Annotated[int | None, typer.Option(help="Number of pipeline ranks (for a file: the number that is expected).")]
-MicroBatches = Annotated[
-    int | None, typer.Option(help="Micro-batches of a step (for a file: the number that is expected).")
-]
-VirtualStages = Annotated[int | None, typer.Option(help="Stages on each rank (default: the fewest).")]
-ExtraWarmUp = Annotated[
-    int, typer.Option(help="For 1f1b: additional forward passes before the first rank's first backward pass.")
-]
+
+
+@dataclass(frozen=True)
+class _ScheduleNumbers:
+    """The numbers of a schedule that the command line gives."""
+
+    pipe: Annotated[
+        int | None, typer.Option(help="Number of pipeline ranks (for a file: the number that is expected).")
+    ] = None
+    micro_batches: Annotated[
+        int | None, typer.Option(help="Micro-batches of a step (for a file: the number that is expected).")
+    ] = None
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages on each rank (default: the fewest).")] = None
+    extra_warm_up: Annotated[
+        int, typer.Option(help="For 1f1b: additional forward passes before the first rank's first backward pass.")
+    ] = 0
+
+    def load(self, name: str) -> "PipelineSchedule":
+        """Build the schedule of this name, or read the file. ValueError for numbers that differ from it."""
+        from stretto.schedules import SCHEDULES, build_schedule
+
+        if name in SCHEDULES:
+            return build_schedule(name, *self._require(name), self.virtual_stages, self.extra_warm_up)
+        if not any(letter in name for letter in "./") and not Path(name).is_file():
+            raise ValueError(f"there is no schedule {name!r}{name_known(name, (*SCHEDULES, MESSAGE_DRIVEN))}")
+        return self._read(Path(name))
+
+    def _read(self, file: Path) -> "PipelineSchedule":
+        from stretto.schedules import read_csv
+
+        try:
+            schedule = read_csv(file)
+        except FileNotFoundError as error:
+            raise ValueError(f"{file}: {error.strerror}{did_you_mean_file(file, ('.csv',))}") from error
+        if self.extra_warm_up:
+            raise ValueError(f"--extra-warm-up is of 1f1b, not of {file}")
+        for what, given, has in (
+            ("ranks, but --pipe", self.pipe, schedule.pipe),
+            ("micro-batches, but --micro-batches", self.micro_batches, schedule.micro_batches),
+            ("stages on a rank, but --virtual-stages", self.virtual_stages, schedule.virtual_stages),
+        ):
+            if given is not None and given != has:
+                raise ValueError(f"{file} has {has} {what} is {given}")
+        return schedule
+
+    def require_message_driven(self) -> tuple[int, int]:
+        """The ranks and micro-batches of message-driven order. ValueError for numbers that it has not."""
+        if self.virtual_stages not in (None, 1) or self.extra_warm_up:
+            raise ValueError(f"{MESSAGE_DRIVEN} has one stage on each rank, and --limit in place of a warm-up")
+        return self._require(MESSAGE_DRIVEN)
+
+    def _require(self, name: str) -> tuple[int, int]:
+        if self.pipe is None or self.micro_batches is None:
+            raise ValueError(f"{name} takes --pipe and --micro-batches")
+        return self.pipe, self.micro_batches
 
 
 @app.command()
+@with_options_of(_ScheduleNumbers)
 def show(
     call: typer.Context,
     name: Name,
-    pipe: Pipe = None,
-    micro_batches: MicroBatches = None,
-    virtual_stages: VirtualStages = None,
-    extra_warm_up: ExtraWarmUp = 0,
+    given: _ScheduleNumbers,
     limit: Annotated[
         int | None, typer.Option(help="For message-driven: micro-batches in flight (default: --pipe).")
     ] = None,
@@ -91,7 +136,6 @@ def show(
         for path, option in ((out, "--out"), (csv, "--csv")):
             if path is not None:
                 require_writable(path, option)
-        given = _ScheduleNumbers(pipe, micro_batches, virtual_stages, extra_warm_up)
 
         from stretto.report.pictures import require_drawing, require_few_boxes
         from stretto.schedules import StageCosts, StageLinks, simulate, simulate_message_driven, write_csv
@@ -131,12 +175,10 @@ def show(
 
 
 @app.command("verify")
+@with_options_of(_ScheduleNumbers)
 def verify_(
     name: Name,
-    pipe: Pipe = None,
-    micro_batches: MicroBatches = None,
-    virtual_stages: VirtualStages = None,
-    extra_warm_up: ExtraWarmUp = 0,
+    given: _ScheduleNumbers,
     buffers: Annotated[
         int | None, typer.Option(help="Message buffers of a channel between two ranks (default: any number).")
     ] = None,
@@ -166,7 +208,7 @@ def verify_(
 
         from stretto.schedules import buffers_needed, live_micro_batches
 
-        schedule = _ScheduleNumbers(pipe, micro_batches, virtual_stages, extra_warm_up).load(name)
+        schedule = given.load(name)
         limits: dict[str, Any] = {"buffers": buffers, "delivery": delivery, "max_live": max_live}
         _require_verified(schedule, as_json=as_json, **limits)
         needed = buffers_needed(schedule, delivery)  # type: ignore[arg-type]
@@ -179,55 +221,6 @@ def verify_(
         print(f"{_title(schedule)}: verified")
         print(f"  buffers a channel needs         {needed}")
         print(f"  live micro-batches, by rank     {_numbers(live.ranks)}")
-
-
-@dataclass(frozen=True)
-class _ScheduleNumbers:
-    """The numbers of a schedule that the command line gives."""
-
-    pipe: int | None
-    micro_batches: int | None
-    virtual_stages: int | None
-    extra_warm_up: int
-
-    def load(self, name: str) -> "PipelineSchedule":
-        """Build the schedule of this name, or read the file. ValueError for numbers that differ from it."""
-        from stretto.schedules import SCHEDULES, build_schedule
-
-        if name in SCHEDULES:
-            return build_schedule(name, *self._require(name), self.virtual_stages, self.extra_warm_up)
-        if not any(letter in name for letter in "./") and not Path(name).is_file():
-            raise ValueError(f"there is no schedule {name!r}{name_known(name, (*SCHEDULES, MESSAGE_DRIVEN))}")
-        return self._read(Path(name))
-
-    def _read(self, file: Path) -> "PipelineSchedule":
-        from stretto.schedules import read_csv
-
-        try:
-            schedule = read_csv(file)
-        except FileNotFoundError as error:
-            raise ValueError(f"{file}: {error.strerror}{did_you_mean_file(file, ('.csv',))}") from error
-        if self.extra_warm_up:
-            raise ValueError(f"--extra-warm-up is of 1f1b, not of {file}")
-        for what, given, has in (
-            ("ranks, but --pipe", self.pipe, schedule.pipe),
-            ("micro-batches, but --micro-batches", self.micro_batches, schedule.micro_batches),
-            ("stages on a rank, but --virtual-stages", self.virtual_stages, schedule.virtual_stages),
-        ):
-            if given is not None and given != has:
-                raise ValueError(f"{file} has {has} {what} is {given}")
-        return schedule
-
-    def require_message_driven(self) -> tuple[int, int]:
-        """The ranks and micro-batches of message-driven order. ValueError for numbers that it has not."""
-        if self.virtual_stages not in (None, 1) or self.extra_warm_up:
-            raise ValueError(f"{MESSAGE_DRIVEN} has one stage on each rank, and --limit in place of a warm-up")
-        return self._require(MESSAGE_DRIVEN)
-
-    def _require(self, name: str) -> tuple[int, int]:
-        if self.pipe is None or self.micro_batches is None:
-            raise ValueError(f"{name} takes --pipe and --micro-batches")
-        return self.pipe, self.micro_batches
 
 
 def _read_order(serve_first: str | None) -> Any:
