@@ -152,6 +152,10 @@ def make_command(name: str, made_of: Any) -> Any:
     return typer.main.get_command(alone)
 
 
+def make_parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 def with_options_of(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command an option for each annotated field of a dataclass that the command has no parameter of.
 
@@ -161,9 +165,7 @@ def with_options_of(kind: type[Any]) -> Callable[[Callable[..., None]], Callable
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(run).parameters
         options = {
-            each.name: inspect.Parameter(
-                each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
-            )
+            each.name: make_parameter(each.name, each.type, each.default)
             for each in fields(kind)
             if get_origin(each.type) is Annotated and each.name not in own
         }

@@ -18,7 +18,7 @@ import typer
 
 from stretto.atomic_files import require_writable_folder
 from stretto.bench.settings import Needs, Ranks, parse_number, require_most, split_words
-from stretto.cli.commands import App, LazyCommand, make_command
+from stretto.cli.commands import App, LazyCommand, make_command, make_parameter
 from stretto.cli.console import BAD_INPUT, Json, fail, print_json, refusing_bad_input, stdout_on_stderr
 from stretto.quantities import MAX_LOCAL_RANKS, require_least
 
@@ -146,23 +146,15 @@ def _make_function(
     options = {field.name: field for field in fields(setting_type)}
     parameters = [_make_parameter(field) for field in options.values()]
     if count is not None:
-        parameters.insert(0, _make_ranks())
+        help = get_args(Ranks)[1].help
+        parameters.insert(0, make_parameter("ranks", Annotated[int | None, typer.Option(help=help)], None))
     if folder is not None:
-        parameters.append(_parameter("out", Annotated[Path, typer.Option(help="Folder for the results.")], folder))
-    parameters.append(_parameter("as_json", Json, False))
+        parameters.append(make_parameter("out", Annotated[Path, typer.Option(help="Folder for the results.")], folder))
+    parameters.append(make_parameter("as_json", Json, False))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__doc__ = run.__doc__
     return command
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _make_ranks() -> inspect.Parameter:
-    type_, option = get_args(Ranks)
-    return _parameter("ranks", Annotated[type_, typer.Option(help=option.help)], None)
 
 
 def _make_parameter(field: "Field[Any]") -> inspect.Parameter:
@@ -178,7 +170,7 @@ def _make_parameter(field: "Field[Any]") -> inspect.Parameter:
         type_, default = type_ | None, None
     flags = (option.flags,) if option.flags else ()
     made = typer.Option(*flags, help=option.help, metavar=option.metavar, envvar=option.envvar)
-    return _parameter(field.name, Annotated[type_, made], default)
+    return make_parameter(field.name, Annotated[type_, made], default)
 
 
 def _read(options: "Mapping[str, Field[Any]]", given: Mapping[str, Any]) -> dict[str, Any]:
