@@ -223,8 +223,8 @@ MUTATIONS: tuple[Mutation, ...] = (
             ),
             Edit(
                 "tiles/packets.py",
-                "pointer + rank * stride + offsets, mask=is_sent, other=_ZERO, volatile=True)",
-                "pointer + rank * stride + offsets, mask=is_sent, other=_ZERO)",
+                "pointer + rank * stride + offsets, mask=is_stored, other=_ZERO, volatile=True)",
+                "pointer + rank * stride + offsets, mask=is_stored, other=_ZERO)",
             ),
         ),
         "tiles/packet*",
