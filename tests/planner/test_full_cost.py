@@ -8,9 +8,12 @@ import random
 import re
 
 import pytest
+import torch
+from torch import nn
 from typer.testing import CliRunner
 
 import stretto
+from stretto.axes import GridSizes
 from stretto.cli import app
 from stretto.cluster import (
     GPU,
@@ -23,10 +26,14 @@ from stretto.cluster import (
     NetworkLink,
     NodeLink,
 )
-from stretto.execution import ExecutionOptions, Overlap
+from stretto.execution import BUCKET_BYTES, ExecutionOptions, Overlap
 from stretto.models import GPTConfig
+from stretto.parallel.comm import gradient_buckets
 from stretto.parallel.layers import linear
 from stretto.planner import compute, predict, read_architecture, step_recorder
+from stretto.planner.communication import bandwidths
+from stretto.planner.step import GroupCollective, WeightCollectives
+from stretto.planner.workload import StepConfig
 from stretto.simulator.training import plan_simulated
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
@@ -192,7 +199,44 @@ def test_an_untied_head_is_summed_over_data_and_a_tied_one_once():
     )
     table = 2 * 3 / 4 * 1024 * 1024 * 2 / 100e9  # vocabulary x hidden, of 2 bytes
     extra = own.communication["all_reduce_data"] - shared.communication["all_reduce_data"]
-    assert extra == pytest.approx(table + 2 * 3 * 3e-6)  # six hops to start
+    assert extra == pytest.approx(table)  # in a bucket that is sent anyway
+
+
+def test_gradients_over_data_are_counted_by_the_buckets_that_are_sent():
+    # 2 layers of 12 x 256 x 256 weights and a table of 64 x 256 share one message, which nothing hides, since it starts
+    # with the last gradient. 10 layers of 1024 fill 3 buckets and a part of another.
+    machine = cluster(gpus_per_node=1, nics_per_node=1, between_nodes=NetworkLink(1e9, 1e-3))
+    small = GPTConfig(layers=2, hidden=256, heads=8, vocab=64, max_seq_len=16, tie_embeddings=True)
+    plan = predict(small, machine, grid={"data": 8}, batch=8, seq_len=16)
+    sent = 2 * 7 / 8 * (2 * 12 * 256 * 256 + 64 * 256) * 2
+    assert plan.communication["all_reduce_data"] == pytest.approx(14 * 1e-3 + sent / 1e9)
+    assert plan.exposed["data"] == pytest.approx(plan.communication["all_reduce_data"])
+    model = dataclasses.replace(CONFIG, tie_embeddings=True)
+    large = predict(model, machine, grid={"data": 8}, batch=8, seq_len=16)
+    sent = 2 * 7 / 8 * (10 * 12 + 1) * 1024 * 1024 * 2
+    assert large.communication["all_reduce_data"] == pytest.approx(4 * 14 * 1e-3 + sent / 1e9)
+
+
+def test_the_planner_fills_buckets_as_the_reducer_does(monkeypatch):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    draw, machine = random.Random(seed), cluster()
+    monkeypatch.setattr(gradient_buckets, "local", lambda parameter: parameter)
+    groups = {"replicas": ("replicas",), "expert_data": ("expert_data",), "copies": ("replicas", "x")}
+    for _ in range(20):
+        kinds = [draw.choice([*groups]) for _ in range(draw.randint(1, 30))]
+        sizes = [draw.choice((1 << 10, 3 << 20, 20 << 20, 32 << 20, 50 << 20)) for _ in kinds]
+        parameters = [nn.Parameter(torch.empty(size, dtype=torch.bfloat16, device="meta")) for size in sizes]
+        of = {parameter: groups[kind] for parameter, kind in zip(parameters, kinds, strict=True)}
+        filled = gradient_buckets.BucketPlan.of(parameters, of, lambda each: each.dtype, BUCKET_BYTES).buckets
+        sent = [(group, sum(each.numel() for each in held) * 2) for over, held in filled for group in over]
+        config = StepConfig(GridSizes(data=2, x=2), 1)
+        buckets = step_recorder.GradientBuckets(config, machine, bandwidths(machine, config.grid))
+        found = []
+        for kind, size in zip(kinds, sizes, strict=True):
+            sums = [GroupCollective("all_reduce", group, 2 * size, 1.0) for group in groups[kind]]
+            found += buckets.add(WeightCollectives(None, None, *sums, gradient_bytes=2 * size))
+        assert [(each.group, each.num_bytes) for each in found + buckets.rest()] == sent
 
 
 def test_the_loss_moves_six_bytes_a_logit_of_16_bits():

@@ -68,13 +68,14 @@ class WeightTraffic:
     all_gather: float  # 5.1: the weight, over z, once
     reduce_scatter: float  # 5.2: its gradient, over z
     data: float  # 5.5: its gradient, over data
+    shard: float  # of which a rank has so many
 
     @classmethod
     def of(cls, parameters: float, grid: GridSizes) -> "WeightTraffic":
         """Of so many parameters that only z splits: those of a block, or those that are in none."""
         gz, gdata = grid.z, grid.replicas
         sharded = (gz - 1) / gz * parameters
-        return cls(sharded, sharded, 2 * (gdata - 1) / gdata * parameters / gz)
+        return cls(sharded, sharded, 2 * (gdata - 1) / gdata * parameters / gz, parameters / gz)
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraf
         gradient=2 * (gx - 1) / gx * tokens * linear.inputs / (gz * gy),
         copies=2 * (copies - 1) / copies * weight / gz,
         data=2 * (gdata - 1) / gdata * weight / gz,
+        shard=weight / gz,
         output_sum_axis=linear.input_axis,
         gradient_sum_axis=linear.output_axis,
     )

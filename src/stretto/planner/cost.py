@@ -32,7 +32,7 @@ from stretto.planner.step import (
     WeightCollectives,
     overlap_slowdown,
 )
-from stretto.planner.step_recorder import chunked_sums, record_step
+from stretto.planner.step_recorder import GradientBuckets, chunked_sums, record_step
 from stretto.planner.workload import StepConfig, StepWorkload
 
 PAPER_ELEMENT = 2  # bytes: the paper trains in bf16
@@ -208,17 +208,17 @@ def total_pass(recorded: Pass) -> PassTotals:
 class PartTotals(NamedTuple):
     """Seconds of a block, of several, or of the modules before or after all blocks, for one micro-batch.
 
-    backward: with recomputation. weight_gradients: the computation of weights' gradients, a part of it. scatter, data:
-    of these over z, and over data; scatter_by_copies: by copy engines. weights: in how many messages weights are sent.
-    room: of a pipeline's last backward pass, what can hide sums of gradients.
+    backward: with recomputation. gradients: in its order. weight_gradients: the computation of weights' gradients, a
+    part of it. scatter: of these over z; scatter_by_copies: by copy engines. weights: in how many messages weights are
+    sent. room: of a pipeline's last backward pass, what can hide sums of gradients.
     """
 
     forward: PassTotals = PassTotals()
     backward: PassTotals = PassTotals()
+    gradients: tuple[WeightCollectives, ...] = ()
     weight_gradients: float = 0.0
     scatter: float = 0.0
     scatter_by_copies: float = 0.0
-    data: float = 0.0
     weights: float = 0
     room: float = 0.0
 
@@ -229,7 +229,19 @@ class PartTotals(NamedTuple):
     def plus(self, other: "PartTotals", count: int = 1) -> "PartTotals":
         """With so many of another part."""
         forward, backward = (a.plus(b.times(count)) for a, b in zip(self[:2], other[:2], strict=True))
-        return PartTotals(forward, backward, *(a + count * b for a, b in zip(self[2:], other[2:], strict=True)))
+        gradients = self.gradients + count * other.gradients
+        return PartTotals(
+            forward, backward, gradients, *(a + count * b for a, b in zip(self[3:], other[3:], strict=True))
+        )
+
+    def sums_of(self, ends: "PartTotals", buckets: GradientBuckets) -> tuple[int, float, float]:
+        """How many messages sum the gradients over data; seconds of those of blocks, and of those of their `ends`."""
+        messages, seconds = buckets.total(self.gradients)
+        mine, outside = (
+            sum(each.gradient_bytes for each in of if each.sums) for of in (self.gradients, ends.gradients)
+        )
+        of_ends = seconds * outside / mine if mine else 0.0
+        return messages, seconds - of_ends, of_ends
 
 
 def total_block(block: BlockRecord) -> PartTotals:
@@ -255,10 +267,10 @@ def _total_part(
     return PartTotals(
         forward,
         backward,
+        tuple(reversed(weights)),
         weight_gradients,
         sum(each.seconds for each in scatters),
         sum(each.seconds for each in scatters if each.by_copy_engine),
-        sum(each.seconds for weight in weights for each in (weight.data, weight.copies) if each is not None),
         len(weights),
     )
 
@@ -280,14 +292,16 @@ def full_cost(workload: StepWorkload, config: StepConfig, device: Device, rates:
         count * (last.forward.computation + last.backward.computation),
         step_seconds(workload, config, device),
     )
-    data, sums = blocks.data, workload.model.layers
+    sums, data, data_of_ends = (
+        last.plus(blocks).plus(first).sums_of(ends, GradientBuckets(config, device.cluster, rates))
+    )
     if config.state.is_separate:
         sums, chunk = chunked_sums(workload, config, device.cluster, rates)
         data = sums * chunk.seconds if chunk is not None else 0.0
     (gathers, again), scatters = config.weight_gathers(count), config.gradient_scatters(count)
     sent, of_ends = blocks.forward.plus(blocks.backward), ends.forward.plus(ends.backward)
     all_gather = gathers * of_ends.gathered + count * of_ends.z  # of weights, and of the rows of a table
-    outside = Volume(all_gather, scatters * ends.scatter, count * of_ends.y, count * of_ends.x, ends.data)
+    outside = Volume(all_gather, scatters * ends.scatter, count * of_ends.y, count * of_ends.x, data_of_ends)
     gathered = gathers * blocks.forward.gathered, again * blocks.backward.gathered
     scattered, rows = scatters * blocks.scatter, count * sent.expert
     over_x, over_y, keys = count * sent.x, count * sent.y, count * sent.context

@@ -5,12 +5,13 @@ Bytes are those of `planner.communication` and `planner.experts.cost`, seconds t
 `planner.collective_times`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import add
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS
 from stretto.cluster import Cluster
-from stretto.execution import HALVED_BYTES, HALVED_INPUTS, SCATTERS_IN_FLIGHT
+from stretto.execution import BUCKET_BYTES, HALVED_BYTES, HALVED_INPUTS, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
 from stretto.planner.collective_times import collective_seconds
 from stretto.planner.communication import (
@@ -82,6 +83,42 @@ def chunked_sums(
         seconds += collective_seconds("all_reduce", EXPERT_DATA, sent_by_experts, cluster, grid, rates)
     whole = sent(parameters, grid.replicas)
     return chunks, GroupCollective("all_reduce", REPLICAS, whole, seconds) if seconds else None
+
+
+class GradientBuckets:
+    """Fills buckets with gradients, in the order in which they come: one message sums a bucket over data.
+
+    As `parallel.comm.gradient_buckets.BucketPlan` does: the gradient with which a bucket has `BUCKET_BYTES` is its
+    last. Gradients that are summed over other groups have other buckets.
+    """
+
+    def __init__(self, config: StepConfig, cluster: Cluster, rates: Rates) -> None:
+        self._config, self._cluster, self._rates = config, cluster, rates
+        self._open: dict[tuple[str, ...], list[float]] = {}  # bytes: of the gradients, and sent over each group
+
+    def add(self, weight: WeightCollectives) -> list[GroupCollective]:
+        """Put a gradient into its bucket. Returns the messages of a bucket that it fills."""
+        if not (sums := weight.sums):
+            return []
+        groups = tuple(each.group for each in sums)
+        sizes = self._open.setdefault(groups, [0.0] * (1 + len(sums)))
+        sizes[:] = map(add, sizes, (weight.gradient_bytes, *(each.num_bytes for each in sums)))
+        return self._close(groups) if sizes[0] >= BUCKET_BYTES else []
+
+    def rest(self) -> list[GroupCollective]:
+        """Returns the messages of the buckets that are not full."""
+        return [each for groups in list(self._open) for each in self._close(groups)]
+
+    def total(self, gradients: Iterable[WeightCollectives]) -> tuple[int, float]:
+        """Returns how many messages send these gradients, and their seconds together."""
+        messages = [message for each in gradients for message in self.add(each)] + self.rest()
+        return len(messages), sum(each.seconds for each in messages)
+
+    def _close(self, groups: tuple[str, ...]) -> list[GroupCollective]:
+        _, *sent = self._open.pop(groups)
+        cluster, grid, two_level = self._cluster, self._config.grid, self._config.options.two_level
+        keys = [("all_reduce", group, num_bytes) for group, num_bytes in zip(groups, sent, strict=True)]
+        return [GroupCollective(*key, collective_seconds(*key, cluster, grid, self._rates, two_level)) for key in keys]
 
 
 class _WorkloadRecorder:
@@ -169,6 +206,7 @@ class _WorkloadRecorder:
             scatter._replace(by_copy_engine=True) if scatter and self.scatters_by_engine and shards == "z" else scatter,
             data,
             copies,
+            traffic.shard * element,
         )
 
     def _block(self, model: Architecture, casts: CastSeconds) -> BlockRecord:

@@ -7,7 +7,9 @@ import pytest
 from tests.simulator.training.steps import configure, made_up, workload
 
 from stretto.execution import Overlap
+from stretto.planner.communication import bandwidths
 from stretto.planner.step import GroupCollective, WeightCollectives
+from stretto.planner.step_recorder import GradientBuckets
 from stretto.simulator.network.shapes import switch
 from stretto.simulator.training import simulate_step
 from stretto.simulator.training.execution import StageNetwork, execute_step
@@ -100,7 +102,9 @@ def test_weights_are_gathered_where_they_are_used_or_one_ahead_or_all_at_once(pr
 def test_only_so_many_gradients_are_on_their_way_at_once():
     # Gradients of 1 s each, scatters of 3 s: with two on their way, the third gradient waits for the first scatter.
     tape = Tape()
-    sums = GradientSums(Overlap(), in_flight=2)
+    config, machine = configure({"z": 2}), made_up()
+    buckets = GradientBuckets(config, machine, bandwidths(machine, config.grid))
+    sums = GradientSums(Overlap(), buckets, in_flight=2)
     for _ in range(3):
         sums.throttle(tape)
         tape.compute("weight gradient", 1.0)

@@ -81,7 +81,7 @@ def weight_traffic(model: Architecture, grid: GridSizes) -> WeightTraffic:
     """Numbers that a rank sends of one block's experts: over expert_z, and over expert_data."""
     weights, shards, replicas = expert_weights(model, grid), grid.expert_z, grid.expert_data
     sharded = (shards - 1) / shards * weights
-    return WeightTraffic(sharded, sharded, 2 * (replicas - 1) / replicas * weights / shards)
+    return WeightTraffic(sharded, sharded, 2 * (replicas - 1) / replicas * weights / shards, weights / shards)
 
 
 def expert_messages(

@@ -16,11 +16,11 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.collective_times import message_latency
 from stretto.planner.communication import Rates, leaves_node, message_numbers, message_rate
 from stretto.planner.compute import Device, muon_seconds
-from stretto.planner.cost import PartTotals, total_block, total_end
+from stretto.planner.cost import PartTotals, left_over, total_block, total_end
 from stretto.planner.memory import local_parameters
 from stretto.planner.optimizer_state import exposed_sums, number_bytes, optimizer_seconds, steps_in_chunks
 from stretto.planner.step import StepRecord, overlap_slowdown
-from stretto.planner.step_recorder import chunked_sums, record_step
+from stretto.planner.step_recorder import GradientBuckets, chunked_sums, record_step
 from stretto.planner.workload import ScheduleChoice, StepConfig, StepWorkload
 from stretto.schedules import partition
 from stretto.schedules.generators import V_SHAPED
@@ -166,9 +166,9 @@ def stages_of_ranks(layout: StageLayout, pipe: int) -> list[RankStages]:
 
 
 def times_of_rank(parts: PipelineParts, stages: RankStages) -> PartTotals:
-    times = parts.blocks(sum(stages.blocks), sum(stages.moe_blocks))
-    times = times.plus(parts.first) if stages.is_first else times
-    return times.plus(parts.last) if stages.is_last else times
+    times = parts.last if stages.is_last else PartTotals()  # in the backward pass's order
+    times = times.plus(parts.blocks(sum(stages.blocks), sum(stages.moe_blocks)))
+    return times.plus(parts.first) if stages.is_first else times
 
 
 # What a step takes before the first forward pass, and after the last backward pass.
@@ -203,14 +203,15 @@ def edges_of_rank(
     optimizer += muon_seconds(own, config.grid, device)
     blocks, overlap, count = sum(stages.blocks), config.options.overlap, config.micro_batches(workload)
     ends = times_of_rank(parts, stages._replace(blocks=(0,), moe_blocks=(0,)))
-    sums, data = blocks, times.data
+    sums, data, data_of_ends = times.sums_of(ends, GradientBuckets(config, cluster, rates))
     if config.state.is_separate:
         sums, chunk = chunked_sums(own, config, cluster, rates)
         data = sums * chunk.seconds if chunk is not None else 0.0
+    sent = data + data_of_ends
     # What is sent once a step.
     once, scatters_once = config.gathers_once, config.gradient_scatters(count) < count
     gather, scatter = once * times.forward.gathered, scatters_once * times.scatter
-    left, room = data, times.room
+    left, room = sent, times.room
     # Gradients of embeddings that both ends have are summed last, and all of a rank's with them.
     is_tied = has_tied_message(workload, stages)
     if overlap.all_gather:
@@ -224,16 +225,16 @@ def edges_of_rank(
             scatter = of_ends + max(scattered - room, scattered / blocks)
             room = max(0.0, room - scattered)
     if overlap.data and not is_tied:
-        left = ends.data + (max(data - ends.data - room, data / sums) if data else 0.0)
+        left = data_of_ends + left_over(data, room, sums)
     if steps_in_chunks(workload, config):
-        left = exposed_sums(left, data, sums, optimizer)
+        left = exposed_sums(left, sent, sums, optimizer)
     tie = 0.0
     if is_tied:
         leaves = config.grid.pipe * config.grid.stage_ranks > cluster.gpus_per_node
         tie = 2 * message_latency(cluster, leaves=leaves) + tied_bytes(workload, config) / message_rate(
             cluster, config.grid, leaves=leaves
         )
-    return StepEdges(gather, scatter, left, tie, optimizer, data)
+    return StepEdges(gather, scatter, left, tie, optimizer, sent)
 
 
 def has_tied_message(workload: StepWorkload, stages: RankStages) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
 from stretto.planner.step import COMPUTE, HOST, GroupCollective, Prefetch, WeightCollectives
+from stretto.planner.step_recorder import GradientBuckets
 
 PIPE = "pipe"
 
@@ -145,9 +146,9 @@ class GradientSums:
     scatters, is_last: of the micro-batch whose backward pass is recorded.
     """
 
-    def __init__(self, overlap: Overlap, in_flight: int = SCATTERS_IN_FLIGHT) -> None:
+    def __init__(self, overlap: Overlap, buckets: GradientBuckets, in_flight: int = SCATTERS_IN_FLIGHT) -> None:
         self.scatters = self.is_last = True
-        self._overlap, self._in_flight = overlap, in_flight
+        self._overlap, self._buckets, self._in_flight = overlap, buckets, in_flight
         self._on_the_way: list[int] = []
         self._sums: list[int] = []
         self._left: list[GroupCollective] = []
@@ -169,9 +170,8 @@ class GradientSums:
             self._on_the_way.append(scattered)
             if not self._overlap.reduce_scatter:
                 tape.wait(scattered)
-        for each in (weight.data, weight.copies) if self.is_last else ():
-            if each is not None:
-                self.sum_over_data(tape, each, () if scattered is None else (scattered,))
+        for each in self._buckets.add(weight) if self.is_last else ():
+            self.sum_over_data(tape, each, self.on_the_way)
 
     def sum_over_data(self, tape: Tape, collective: GroupCollective, after: Sequence[int] = ()) -> None:
         """Sum gradients that are final on this rank, once `after` have ended."""
@@ -185,7 +185,7 @@ class GradientSums:
     def finish(self, tape: Tape) -> list[int]:
         """Let what follows wait for all gradients. Returns the sums over data, in order."""
         tape.wait(*self.on_the_way)
-        for collective in self._left:
+        for collective in (*self._left, *self._buckets.rest()):
             summed = tape.start("sum gradients", collective)
             assert summed is not None
             self._sums.append(summed)

@@ -35,7 +35,7 @@ from stretto.planner.step import (
     StepRecord,
     UseWeight,
 )
-from stretto.planner.step_recorder import chunked_sums, record_step
+from stretto.planner.step_recorder import GradientBuckets, chunked_sums, record_step
 from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.schedules import Action, PipelineOperation
 from stretto.simulator.training.program import GradientSums, StageMessage, StepOperation, Tape, WeightGathers
@@ -110,7 +110,9 @@ class RankRecorder:
         self.blocks, self.stages, self.own = step.blocks, stages, stage_workload(self.workload, stages)
         options = self.config.options
         self.overlap, self.recomputation = options.overlap, options.recomputation
-        self.gradients = GradientSums(self.overlap, step.scatters_in_flight)
+        self.gradients = GradientSums(
+            self.overlap, GradientBuckets(self.config, step.cluster, rates), step.scatters_in_flight
+        )
         # Weights that were gathered once for all micro-batches, by stage.
         self._gathered: set[int] = set()
         self._chunks, self._chunk = 0, None
