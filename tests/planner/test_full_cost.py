@@ -234,8 +234,8 @@ def test_the_planner_fills_buckets_as_the_reducer_does(monkeypatch):
         buckets = step_recorder.GradientBuckets(config, machine, bandwidths(machine, config.grid))
         found = []
         for kind, size in zip(kinds, sizes, strict=True):
-            sums = [GroupCollective("all_reduce", group, 2 * size, 1.0) for group in groups[kind]]
-            found += buckets.add(WeightCollectives(None, None, *sums, gradient_bytes=2 * size))
+            sums = tuple(GroupCollective("all_reduce", group, 2 * size, 1.0) for group in groups[kind])
+            found += buckets.add(WeightCollectives(None, None, sums, 2 * size))
         assert [(each.group, each.num_bytes) for each in found + buckets.rest()] == sent
 
 

@@ -208,9 +208,9 @@ def total_pass(recorded: Pass) -> PassTotals:
 class PartTotals(NamedTuple):
     """Seconds of a block, of several, or of the modules before or after all blocks, for one micro-batch.
 
-    backward: with recomputation. gradients: in its order. weight_gradients: the computation of weights' gradients, a
-    part of it. scatter: of these over z; scatter_by_copies: by copy engines. weights: in how many messages weights are
-    sent. room: of a pipeline's last backward pass, what can hide sums of gradients.
+    backward: with recomputation. gradients: that are summed over data, in its order. weight_gradients: the computation
+    of weights' gradients, a part of it. scatter: of these over z; scatter_by_copies: by copy engines. weights: in how
+    many messages weights are sent. room: of a pipeline's last backward pass, what can hide sums of gradients.
     """
 
     forward: PassTotals = PassTotals()
@@ -237,9 +237,7 @@ class PartTotals(NamedTuple):
     def sums_of(self, ends: "PartTotals", buckets: GradientBuckets) -> tuple[int, float, float]:
         """How many messages sum the gradients over data; seconds of those of blocks, and of those of their `ends`."""
         messages, seconds = buckets.total(self.gradients)
-        mine, outside = (
-            sum(each.gradient_bytes for each in of if each.sums) for of in (self.gradients, ends.gradients)
-        )
+        mine, outside = (sum([each.gradient_bytes for each in of]) for of in (self.gradients, ends.gradients))
         of_ends = seconds * outside / mine if mine else 0.0
         return messages, seconds - of_ends, of_ends
 
@@ -267,7 +265,7 @@ def _total_part(
     return PartTotals(
         forward,
         backward,
-        tuple(reversed(weights)),
+        tuple(each for each in reversed(weights) if each.sums),
         weight_gradients,
         sum(each.seconds for each in scatters),
         sum(each.seconds for each in scatters if each.by_copy_engine),

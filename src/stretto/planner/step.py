@@ -62,20 +62,14 @@ class GroupCollective(NamedTuple):
 class WeightCollectives:
     """Collectives of one weight, or of several together: over z, and of its gradient over z, data and copies.
 
-    gradient_bytes: of the gradient on a rank, once it is scattered. Sums over data and copies are sent with those of
-    other gradients (`step_recorder.GradientBuckets`).
+    sums: all-reduces over data and copies, sent with those of other gradients (`step_recorder.GradientBuckets`).
+    gradient_bytes: of the gradient on a rank, once it is scattered.
     """
 
     gather: GroupCollective | None
     scatter: GroupCollective | None
-    data: GroupCollective | None
-    copies: GroupCollective | None = None
+    sums: tuple[GroupCollective, ...] = ()
     gradient_bytes: float = 0.0
-
-    @property
-    def sums(self) -> tuple[GroupCollective, ...]:
-        """The all-reduces of its gradient, one after another."""
-        return tuple(each for each in (self.data, self.copies) if each is not None)
 
 
 # Steps of a pass.

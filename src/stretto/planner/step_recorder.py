@@ -7,7 +7,6 @@ Bytes are those of `planner.communication` and `planner.experts.cost`, seconds t
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import add
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS
 from stretto.cluster import Cluster
@@ -98,11 +97,13 @@ class GradientBuckets:
 
     def add(self, weight: WeightCollectives) -> list[GroupCollective]:
         """Put a gradient into its bucket. Returns the messages of a bucket that it fills."""
-        if not (sums := weight.sums):
+        if not weight.sums:
             return []
-        groups = tuple(each.group for each in sums)
-        sizes = self._open.setdefault(groups, [0.0] * (1 + len(sums)))
-        sizes[:] = map(add, sizes, (weight.gradient_bytes, *(each.num_bytes for each in sums)))
+        groups = tuple([each.group for each in weight.sums])
+        sizes = self._open.setdefault(groups, [0.0] * (1 + len(groups)))
+        sizes[0] += weight.gradient_bytes
+        for place, each in enumerate(weight.sums, 1):
+            sizes[place] += each.num_bytes
         return self._close(groups) if sizes[0] >= BUCKET_BYTES else []
 
     def rest(self) -> list[GroupCollective]:
@@ -196,16 +197,13 @@ class _WorkloadRecorder:
         share = self.workload.gathered_share if in_fp8 else 1.0
         gather = self._over("all_gather", shards, traffic.all_gather * sent * share)
         scatter = self._over("reduce_scatter", shards, traffic.reduce_scatter * sent)
-        data = copies = None
-        if not is_separate:  # else gradients are summed in separate chunks
-            data = self._over("all_reduce", replicas, traffic.data * element)
-            if isinstance(traffic, LinearTraffic) and traffic.copies:
-                copies = self._over("all_reduce", "x", traffic.copies * element)
+        sums = [self._over("all_reduce", replicas, traffic.data * element)]
+        if isinstance(traffic, LinearTraffic) and traffic.copies:
+            sums.append(self._over("all_reduce", "x", traffic.copies * element))
         return WeightCollectives(
             gather._replace(by_copy_engine=True) if gather and self.gathers_by_engine and shards == "z" else gather,
             scatter._replace(by_copy_engine=True) if scatter and self.scatters_by_engine and shards == "z" else scatter,
-            data,
-            copies,
+            () if is_separate else tuple(filter(None, sums)),  # separate state sums chunks
             traffic.shard * element,
         )
 
@@ -389,7 +387,7 @@ class _WorkloadRecorder:
             backward.append(self._over("all_reduce", "x", 2 * half))
             forward.append(self._over("all_reduce", "y", 2 * (y - 1) / y * tokens * outputs * element))
             table = self._weight(WeightTraffic.of(outputs * model.hidden / y, grid))
-            table = table if model.has_own_head else replace(table, data=None)
+            table = table if model.has_own_head else replace(table, sums=())
         if model.logits == "sliced":
             forward += [self._over("all_reduce", "x", 2 * (x - 1) / x * tokens * 8)] * 2
         elif outputs:

@@ -108,7 +108,7 @@ def test_only_so_many_gradients_are_on_their_way_at_once():
     for _ in range(3):
         sums.throttle(tape)
         tape.compute("weight gradient", 1.0)
-        sums.add(tape, WeightCollectives(None, over("z", 3.0, "reduce_scatter"), None))
+        sums.add(tape, WeightCollectives(None, over("z", 3.0, "reduce_scatter")))
     sums.finish(tape)
     tape.compute("optimizer", 1.0)
     step = run(tape)
