@@ -46,7 +46,7 @@ class NativeLibrary:
     name: of the file; main: the source that is compiled, which lies in a folder with all that it includes; arguments:
     of the compiler; key: on what the library depends besides sources and arguments. For messages: owner, what needs
     it; what: what is compiled; seconds: how long it takes; needs: what the compiler must have; instead: what to use
-    without it.
+    without it. paths: further arguments, of where things lie here that the key names, wherever they lie.
     """
 
     name: str
@@ -58,6 +58,7 @@ class NativeLibrary:
     seconds: str
     needs: str
     instead: str
+    paths: Sequence[str] = ()
 
     def find(self) -> Path:
         """The compiled file; compiles it first, if no process has. CompilerError if that fails."""
@@ -114,7 +115,7 @@ class NativeLibrary:
         started = time.monotonic()
         with tempfile.TemporaryDirectory(dir=library.parent, prefix=f"{self.name}-") as folder:
             made, said = Path(folder, library.name), Path(folder, "errors")
-            command = [compiler, str(self.main), "-o", str(made), *self.arguments]
+            command = [compiler, str(self.main), "-o", str(made), *self.arguments, *self.paths]
             with (
                 said.open("w") as errors,
                 subprocess.Popen(

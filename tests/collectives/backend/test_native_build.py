@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from stretto.collectives.backend import factory, native
@@ -68,6 +69,21 @@ def wait_until(condition) -> None:
     """No limit but the test's own."""
     while not condition():
         time.sleep(0.02)
+
+
+def test_environments_share_what_is_compiled_of_the_same_torch(tmp_path, monkeypatch):
+    compiler, runs = tmp_path / "compiler", tmp_path / "runs"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {runs}\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    first = native.find_library()
+    monkeypatch.setattr(native, "_paths", lambda: ["-isystem/another/environment"])
+    assert native.find_library() == first
+    assert len(runs.read_text().splitlines()) == 1
+    monkeypatch.setattr(torch.version, "git_version", "another")
+    assert native.find_library() != first
+    assert runs.read_text().splitlines()[1].endswith("-isystem/another/environment")
 
 
 @pytest.mark.long

@@ -9,7 +9,6 @@ torch ships, by `stretto.native_code`, by `stretto doctor` or at first use.
 import contextlib
 import functools
 import importlib.util
-import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Sequence
@@ -115,8 +114,9 @@ def find_library() -> Path:
     return NativeLibrary(
         name=MODULE,
         main=Path(__file__).parent / "native" / "bindings.cpp",
-        arguments=(*_FLAGS, *_definitions(), *_paths()),
-        key=(torch.__version__, sys.implementation.cache_tag or "", sysconfig.get_platform()),
+        arguments=(*_FLAGS, *_definitions()),
+        key=(torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("EXT_SUFFIX"))),
+        paths=_paths(),
         owner="the backend stretto",
         what="the C++ part of the torch.distributed backend",
         seconds="a minute",
