@@ -210,66 +210,37 @@ def _run(
     """The output, in `out` if there is one; operator: by the name of its form for other dtypes."""
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
+        if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
+            raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
         scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
-        return _compute(config, operator, x, weight, scales, bias, group, out_dtype, reduce_dtype, out)
+        rows, n, sum_dtype = _count_rows(operator, x, group), weight.shape[0], reduce_dtype or out_dtype
+        if 0 in (rows, n, x.shape[1]):  # nothing to wait for
+            zeros = x.new_zeros(rows, n, dtype=out_dtype)
+            return copy_to(out, zeros if bias is None else zeros + bias)
+        if config == LIBRARY:
+            if operator == "all_gather_matmul":
+                total, _ = _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)
+            elif operator == "matmul_all_reduce":
+                total = _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
+            else:
+                total = reduce_scatter(multiply_scaled(x, weight, scales, sum_dtype), group)
+                total = _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
+            return copy_to(out, total)
+        if operator == "matmul_all_reduce":
+            return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
+        out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
+        product = GroupProduct(x, weight, bias, out, group, scales)
+        if operator == "all_gather_matmul":
+            launch_gather(config, product)
+        else:
+            launch_scatter(config, product, sum_dtype)
+        return out
 
     config = find_config(
         operator, x, weight, bias, group, implementation, out_dtype, reduce_dtype, run=compute,
         check=lambda: _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype),
     )  # fmt: skip
     return compute(config, out)
-
-
-def _compute(
-    config: KernelConfig,
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    out: Tensor | None,
-) -> Tensor:
-    """The output by this configuration, in `out` if there is one."""
-    if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
-        raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
-    rows, n = _count_rows(operator, x, group), weight.shape[0]
-    if 0 in (rows, n, x.shape[1]):  # nothing to wait for
-        zeros = x.new_zeros(rows, n, dtype=out_dtype)
-        return copy_to(out, zeros if bias is None else zeros + bias)
-    if config == LIBRARY:
-        sum_dtype = reduce_dtype or out_dtype
-        return copy_to(out, _run_library(operator, x, weight, scales, bias, group, out_dtype, sum_dtype))
-    if operator == "matmul_all_reduce":
-        return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
-    out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
-    product = GroupProduct(x, weight, bias, out, group, scales)
-    if operator == "all_gather_matmul":
-        launch_gather(config, product)
-    else:
-        launch_scatter(config, product, reduce_dtype or out_dtype)
-    return out
-
-
-def _run_library(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-) -> Tensor:
-    if operator == "all_gather_matmul":
-        return _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)[0]
-    if operator == "matmul_all_reduce":
-        return _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
-    partial = multiply_scaled(x, weight, scales, sum_dtype)
-    total = reduce_scatter(partial, group)
-    return _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
 
 
 def _gather_and_multiply(
