@@ -95,18 +95,6 @@ def ulysses_attention(
     """
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and output is None:
         return context_attention(q, k, v, group, implementation="ulysses", **options)
-    return _attend_while_projecting(q, k, v, group, kv_heads, output, **options)
-
-
-def _attend_while_projecting(
-    q: Tensor | Callable[[], Tensor],
-    k: Tensor | Callable[[], Tensor],
-    v: Tensor | Callable[[], Tensor],
-    group: dist.ProcessGroup | None,
-    kv_heads: int | None,
-    output: Tensor | None,
-    **options: Unpack[AttentionOptions],
-) -> Tensor:
     causal, layout, window = options.get("causal", False), options.get("layout", "contiguous"), options.get("window")
     sinks, documents = options.get("sinks"), options.get("documents")
     name, ranks = find_name(group), dist.get_world_size(group)
