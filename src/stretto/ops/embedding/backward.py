@@ -598,7 +598,7 @@ def find_gradients(
     grads = [grad.new_empty(shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
     staged = stage_gradients(grad, lookups, placement, group, zeros=grads, permit=permit, need=need)
     if staged is not None:
-        add_gradients(staged, grads)
+        reduce_rows(staged, lookups.dims, [one.data_ptr() for one in grads], [0] * len(grads))
     return grads
 
 
@@ -633,12 +633,6 @@ def fill_zeros(tensors: Sequence[Tensor]) -> None:
     """Set the tensors to zero, in one launch."""
     if tensors:
         torch._foreach_zero_(list(tensors))
-
-
-def add_gradients(staged: StagedGradients, grads: Sequence[Tensor]) -> None:
-    """Store each table's gradient into `grads`, which are zeros [rows, dim]."""
-    dims = [grad.shape[1] for grad in grads]
-    reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads))
 
 
 def sparse_gradients(
