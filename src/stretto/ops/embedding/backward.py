@@ -13,7 +13,6 @@
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -197,8 +196,14 @@ class _Staging(NamedTuple):
         widest, own = max(placement.widths), placement.widths[placement.rank]
         size = round_size(placement.batch * widest * placement.dtype.itemsize)
 
+        def allocate() -> tiles.BlockChannel:
+            members = find_group(group)
+            channels = limit_channels(members.size(), _CHANNELS) * members.size()
+            backend = "cuda" if device.type == "cuda" else "host"
+            return tiles.BlockChannel.allocate(members, channels=channels, data_bytes=size, backend=backend)
+
         def make() -> _Staging:
-            channel = find_kept(group, device, ("embedding gradients", size), lambda: _allocate(group, device, size))
+            channel = find_kept(group, device, ("embedding gradients", size), allocate)
             columns = tuple((column,) for column in itertools.accumulate(placement.widths, initial=0))
             return cls(
                 channel,
@@ -219,12 +224,6 @@ class _MovedStaging(NamedTuple):
     ring: OutputRing
     moves: ScheduledMoves
     index_errors: IndexErrors
-
-    @classmethod
-    def make(cls, group: str, device: torch.device, placement: EmbeddingPlacement, way: str) -> "_MovedStaging":
-        """Make the group's; all ranks call it."""
-        moves = ScheduledMoves.make(group, device, placement, way, is_back=True)
-        return cls(moves.ring, moves, IndexErrors(placement.rank, device))
 
 
 @functools.lru_cache
@@ -272,8 +271,12 @@ def stage_gradients(
     block = round_up_to_power(max(lookups.dims, default=4))
     config = choose_backward_config(block * placement.dtype.itemsize, device)
     if way:  # between nodes
-        make = partial(_MovedStaging.make, group, device, placement, way)
-        moved = find_kept(group, device, ("embedding staging", placement), make)
+
+        def make() -> _MovedStaging:
+            moves = ScheduledMoves.make(group, device, placement, way, is_back=True)
+            return _MovedStaging(moves.ring, moves, IndexErrors(placement.rank, device))
+
+        moved: _MovedStaging = find_kept(group, device, ("embedding staging", placement), make)
         channel, index_errors = moved.ring.channel, moved.index_errors
         own = moved.moves.send_gradients(grad, placement, permit, need)
     else:
@@ -323,16 +326,6 @@ def sort_ahead(
 @functools.cache
 def _sort_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)
-
-
-def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel:
-    process_group = find_group(group)
-    return tiles.BlockChannel.allocate(
-        process_group,
-        channels=limit_channels(process_group.size(), _CHANNELS) * process_group.size(),
-        data_bytes=size,
-        backend="cuda" if device.type == "cuda" else "host",
-    )
 
 
 def _push(
