@@ -5,7 +5,6 @@ y[i, j] = x_scale[i] * weight_scale[j] * (x @ weight.T)[i, j]. Tensor cores add 
 torch calls fast accumulation), which is beyond bf16's 8, and interpreted kernels in fp32.
 """
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -297,9 +296,11 @@ def multiply_scaled(
     """
     rows, columns = scales
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    is_aligned = _are_aligned(weight.shape, tensors)
+    # What torch's products take.
+    is_aligned = not any(size % _GRAIN for size in (*weight.shape, *(one.data_ptr() for one in tensors)))
+    is_aligned = is_aligned and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
     is_tensorwise = all(len(factors) == 1 or factors.stride(0) == 0 for factors in scales)
-    if is_aligned and x.is_cuda and dtype in (torch.bfloat16, torch.float32) and _has_fp8(x.device):
+    if is_aligned and dtype in (torch.bfloat16, torch.float32):
         if is_tensorwise:
             kind, rows, columns = ScalingType.TensorWise, align_scales(rows[:1]), align_scales(columns[:1])
         else:
@@ -313,19 +314,10 @@ def multiply_scaled(
     return _add(product, bias).to(dtype)
 
 
-def _are_aligned(sizes: Sequence[int], tensors: Sequence[Tensor]) -> bool:
-    """True if torch's products take a weight of these sizes, and these tensors."""
-    return not any(size % _GRAIN for size in (*sizes, *(one.data_ptr() for one in tensors)))
-
-
 def _has_library_by_rows(device: torch.device) -> bool:
     """True if cuBLAS multiplies by rows; torch's own kernels, elsewhere, write bf16 alone."""
     version = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def align_scales(scales: Tensor) -> Tensor:
