@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,26 +29,6 @@ _MAX_BY_32_BITS = torch.iinfo(torch.int32).max
 
 class EndOfBatches(Exception):
     """No rank has a batch left."""
-
-
-def exchange_indices(
-    indices: "Tensor | IndexExchange | TableLookups",
-    offsets: Tensor | None,
-    placement: TablePlacement,
-    group: dist.ProcessGroup,
-    **options: Any,
-) -> TableLookups:
-    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's shards. Collective.
-
-    Begins an `IndexExchange` of these arguments and waits for it; or, given one as `indices`, waits for that; or
-    returns the look-ups that it is given.
-    """
-    if isinstance(indices, TableLookups):
-        return indices
-    if isinstance(indices, IndexExchange):
-        return indices.wait()
-    assert offsets is not None
-    return IndexExchange(indices, offsets, placement, group, **options).wait()
 
 
 class IndexExchange:
