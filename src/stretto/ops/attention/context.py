@@ -277,17 +277,16 @@ def prepare_run(
     """
     leaves = [each.detach().requires_grad_(trains) for each in (q, k, v)]
 
+    def keep(saved: Tensor) -> Tensor:
+        return saved
+
     def run(way: str) -> None:
-        with torch.set_grad_enabled(trains), saved_tensors_hooks(_keep, _keep):
+        with torch.set_grad_enabled(trains), saved_tensors_hooks(keep, keep):
             out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)
             if trains:
                 torch.autograd.grad(out, leaves, out.detach())
 
     return run
-
-
-def _keep(saved: Tensor) -> Tensor:
-    return saved
 
 
 def _choose(
