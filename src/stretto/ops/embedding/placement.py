@@ -186,8 +186,8 @@ def find_placement(
     """
 
     def make() -> EmbeddingPlacement:
-        of_tables = (dtype, batch, needs_grad, index_dtype) if dims else (None, batch, None, None)
-        return _agree(group, device, _RankTables(dims, *of_tables, schedule))
+        own = _RankTables(dims, dtype, batch, needs_grad, index_dtype, schedule)
+        return _agree(group, device, own if dims else own._replace(dtype=None, needs_grad=None, index_dtype=None))
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
 
