@@ -67,14 +67,9 @@ class LayerCache:
             raise ValueError("the engine's model was called outside of a step: call generate, or submit and step")
         angles, self._angles = self._angles, None
         if angles is not None and tokens.starts is None and self._step.arrivals is not None:
-            table, lengths, scale = (
-                tokens.block_table,
-                tokens.lengths,
-                query.shape[2] ** -0.5 if scale is None else scale,
-            )
-            call = PagedCall(
-                query, self.keys, self.values, table, lengths, None, scale, window or 0, is_invariant=self._is_invariant
-            )
+            scale = query.shape[2] ** -0.5 if scale is None else scale
+            given = self.keys, self.values, tokens.block_table, tokens.lengths, None, scale, window or 0
+            call = PagedCall(query, *given, is_invariant=self._is_invariant)
             if not find_obstacle(call):
                 return attend_new_tokens(call, key, value, *angles, self._step.arrivals)
         if angles is None:

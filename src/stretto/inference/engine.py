@@ -143,8 +143,7 @@ class Engine:
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
         is_staged = shared_gpus.is_enabled() and grid.size("stage") > 1
         self._few = FewTokens(model, max_batch)
-        waits = _waits_for_counts(model) and not self._few.limit
-        self._runner.is_captured = capture and grid.device.type == "cuda" and not is_staged and not waits
+        self._runner.is_captured = capture and grid.device.type == "cuda" and not is_staged and not self._few.waits
         self._batches = _batch_sizes(max_batch)
 
     @torch.no_grad()
@@ -322,14 +321,16 @@ class FewTokens:
     """Chooses the exchange of experts that ranks divide: with few tokens on each rank the low-latency one.
 
     limit: the most tokens of a rank that it takes; 0 where no experts are divided, or a token's bits must be those of
-    any grid.
+    any grid. waits: a forward pass makes the host wait for the numbers of rows that ranks send to each other's experts.
     """
 
     def __init__(self, model: nn.Module, max_batch: int) -> None:
-        experts = (module for module in model.modules() if isinstance(module, ParallelExperts))
+        experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
         self._experts = [each for each in experts if each.takes_few]
         size = 1 << max(4, (max_batch - 1).bit_length())
         self.limit = min(size, MAX_TOKENS) if self._experts else 0
+        waiting = any(each.plan.group is not None and each.plan.max_rows is None for each in experts)
+        self.waits = waiting and not self.limit
 
     def choose(self, tokens: int) -> bool:
         """Choose for a step with at most so many tokens on each rank. False if a graph cannot hold what is chosen."""
@@ -350,9 +351,3 @@ def _stop_tokens(model: Any) -> frozenset[int]:
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None)
     return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
-
-
-def _waits_for_counts(model: nn.Module) -> bool:
-    """True if a forward pass makes the host wait for the numbers of rows that ranks send to each other's experts."""
-    experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
-    return any(each.plan.group is not None and each.plan.max_rows is None for each in experts)

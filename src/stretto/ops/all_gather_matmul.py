@@ -233,42 +233,29 @@ def _run(
     """(product, in `out` if there is one; gathered x, or x itself where that is not returned)."""
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return _compute(config, x, weight, bias, group, out, returns_gathered=returns_gathered)
+        (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
+        if rows == 0 or n == 0 or k == 0:  # nothing to wait for
+            product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
+            if returns_gathered and n == 0:
+                gathered = gather_rows(x, group)
+            return copy_to(out, product if bias is None else product + bias), gathered
+        if config == LIBRARY:
+            gathered = gather_rows(x, group)
+            return copy_to(out, functional.linear(gathered, weight, bias)), gathered
+        out = x.new_empty(rows * world, n) if out is None else out
+        returned = x.new_empty(rows * world, k) if returns_gathered else None
+        operands = GroupProduct(x, weight, bias, out, group)
+        if config.schedule:
+            launch_joint("all_gather_matmul", config, operands, x.dtype, returned)
+        else:
+            launch_gather(config, operands, returned)
+        return out, x if returned is None else returned
 
     config = find_config(
         "all_gather_matmul", x, weight, bias, group, implementation, returns_gathered=returns_gathered, run=compute,
         check=lambda: require_operands("all_gather_matmul", x, weight, bias, implementation),
     )  # fmt: skip
     return compute(config, out)
-
-
-def _compute(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    out: Tensor | None,
-    *,
-    returns_gathered: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the result of `_run` by this configuration."""
-    (rows, k), n, world = x.shape, weight.shape[0], find_group(group).size()
-    if rows == 0 or n == 0 or k == 0:  # nothing to wait for
-        product, gathered = x.new_zeros(rows * world, n), x.new_empty(rows * world, k)
-        if returns_gathered and n == 0:
-            gathered = gather_rows(x, group)
-        return copy_to(out, product if bias is None else product + bias), gathered
-    if config == LIBRARY:
-        gathered = gather_rows(x, group)
-        return copy_to(out, functional.linear(gathered, weight, bias)), gathered
-    out = x.new_empty(rows * world, n) if out is None else out
-    returned = x.new_empty(rows * world, k) if returns_gathered else None
-    if config.schedule:
-        launch_joint("all_gather_matmul", config, GroupProduct(x, weight, bias, out, group), x.dtype, returned)
-        return out, x if returned is None else returned
-    launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
-    return out, x if returned is None else returned
 
 
 def _run_plain(
@@ -581,7 +568,9 @@ def _launch_by_copies(config: KernelConfig, product: GroupProduct, returned: Ten
             num_stages=blocks.num_stages,
         )
     except BaseException:
-        signal_own_rows(block_channel, producer)
+        first = block_channel.rank * producer.channels.value
+        for index in range(first, first + producer.channels.value):  # own rows, so that the next call does not hang
+            tiles.rank_notify(block_channel, index, block_channel.rank)
         raise
     finally:  # also after a failed launch: the next call's copies must come after these
         tiles.join_copies(block_channel)
@@ -707,13 +696,6 @@ def push_rows_by_copies(
 
     key = "pushes", rows, k, x.dtype, len(given), offset, producer.channel_rows, producer.channels.value
     tiles.find_copies(block_channel, key, list_pushes).run(block_channel, *given)
-
-
-def signal_own_rows(block_channel: tiles.BlockChannel, producer: tiles.StaticMapping) -> None:
-    """After a failed launch, signal this rank's own rows from the host, so that the next call does not hang."""
-    first = block_channel.rank * producer.channels.value
-    for index in range(first, first + producer.channels.value):
-        tiles.rank_notify(block_channel, index, block_channel.rank)
 
 
 def copy_out_gathered(

@@ -28,7 +28,6 @@ from stretto.ops.gemm import (
     Blocks,
     Gemm,
     GroupProduct,
-    StreamK,
     count_steps,
     count_store_parts,
     count_units,
@@ -51,7 +50,6 @@ from stretto.ops.joint.registry import encode_schedule, name_schedule
 from stretto.ops.operator import (
     CHANNELS,
     Autograd,
-    OperatorWorkspace,
     abandon,
     copy_to,
     count_bytes,
@@ -111,11 +109,7 @@ def matmul_reduce_scatter(
         require_plain("matmul_reduce_scatter", how, out, schedule)
         first = divide_first_dim("matmul_reduce_scatter", x, world)
         return restore_dims(multiply_reduce_scatter(rows, weight, bias, name, how), x, first)
-    first = (
-        divide_first_dim("matmul_reduce_scatter", x, dist.get_world_size(group))
-        if x.dim() > 2 or out is not None
-        else 0
-    )
+    first = divide_first_dim("matmul_reduce_scatter", x, world) if x.dim() > 2 or out is not None else 0
     if out is not None:
         require_operands("matmul_reduce_scatter", rows, weight, bias, how)
         shape = first, *x.shape[1:-1], weight.shape[0]
@@ -137,38 +131,25 @@ def _run(
     """The output, in `out` if there is one."""
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
-        return _compute(config, x, weight, bias, group, reduce_dtype, out)
+        rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
+        if rows == 0 or n == 0 or k == 0:  # nothing to wait for
+            return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)
+        dtype = reduce_dtype or x.dtype
+        if config == LIBRARY:
+            return copy_to(out, _run_library(x, weight, bias, group, dtype))
+        out = x.new_empty(rows, n) if out is None else out
+        product = GroupProduct(x, weight, bias, out, group)
+        if config.schedule:
+            launch_joint("matmul_reduce_scatter", config, product, dtype)
+        else:
+            launch_scatter(config, product, dtype)
+        return out
 
     config = find_config(
         "matmul_reduce_scatter", x, weight, bias, group, implementation, reduce_dtype, run=compute,
         check=lambda: _require(x, weight, bias, group, reduce_dtype, implementation),
     )  # fmt: skip
     return compute(config, out)
-
-
-def _compute(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    out: Tensor | None,
-) -> Tensor:
-    """The output by this configuration, in `out` if there is one."""
-    rows, (n, k) = x.shape[0] // find_group(group).size(), weight.shape
-    if rows == 0 or n == 0 or k == 0:  # nothing to wait for
-        return copy_to(out, x.new_zeros(rows, n) if bias is None else x.new_zeros(rows, n) + bias)
-    dtype = reduce_dtype or x.dtype
-    if config == LIBRARY:
-        return copy_to(out, _run_library(x, weight, bias, group, dtype))
-    out = x.new_empty(rows, n) if out is None else out
-    product = GroupProduct(x, weight, bias, out, group)
-    if config.schedule:
-        launch_joint("matmul_reduce_scatter", config, product, dtype)
-    else:
-        launch_scatter(config, product, dtype)
-    return out
 
 
 def _run_library(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dtype: torch.dtype) -> Tensor:
@@ -381,14 +362,14 @@ def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dty
 
     The kernel here is all of the call or, if the call needs more than two slots hold, its second launch.
     """
-    x, out, group = product.x, product.out, product.group
+    x, weight, bias, out, group, scales = product
     (rows, n), world = out.shape, find_group(group).size()
     if config.exchange == "packets" and dtype == out.dtype:
         small_m.launch("matmul_reduce_scatter", "scatter", config, product, world)
         return
     config = config.with_power_of_two_tiles()
-    assert config.blocks is not None
     blocks = config.blocks
+    assert blocks is not None
     if config.transfer == "copies" and 1 < world <= CHANNELS:  # where there is a channel for each rank
         direct = name_schedule("matmul_reduce_scatter", "direct-reduce-scatter", "kernel", world)
         launch_joint("matmul_reduce_scatter", config._replace(schedule=direct), product, dtype)
@@ -397,45 +378,30 @@ def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dty
     stream_k, units = split_last_wave(count, x.shape[1], blocks)
     size = count_bytes(count + world * (units - count), blocks.m, blocks.n, dtype=dtype)
     workspace = find_workspace(group, x.device, size, "double_buffered" if size <= TWO_SLOTS_BYTES else "barrier")
-    workspace.channel.check()
+    block_channel, programs = workspace.channel, min(blocks.programs, units)
+    block_channel.check()
     try:
-        _launch(workspace, config, stream_k, units, product, dtype)
+        queues = map_queues(world, programs)
+        if workspace.slots == 1:
+            channel = block_channel.begin("matmul_reduce_scatter", queues, queues, "broadcast")
+        else:
+            channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
+        gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
+        buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
+        gemm, pushed, first_row, stages = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
+        staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
+        owned = OwnedRows(rows, limit_waiting(programs, x.device), fixed(config.is_shifted))
+        block_channel.launch(
+            gemm_reduce_scatter,
+            (dtype, specialization_key(config, x, weight, gemm, bias, out)),
+            programs,
+            (channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out),
+            num_warps=blocks.num_warps,
+            num_stages=stages,
+        )
     except BaseException:
-        abandon(group, workspace.channel)
+        abandon(group, block_channel)
         raise
-
-
-def _launch(
-    workspace: OperatorWorkspace,
-    config: KernelConfig,
-    stream_k: StreamK,
-    units: int,
-    product: GroupProduct,
-    dtype: torch.dtype,
-) -> None:
-    """Begin the call and launch the kernel, on no more programs than there are work units."""
-    x, weight, bias, out, _, scales = product
-    blocks, block_channel = config.blocks, workspace.channel
-    assert blocks is not None
-    programs = min(blocks.programs, units)
-    queues = map_queues(block_channel.world_size, programs)
-    if workspace.slots == 1:
-        channel = block_channel.begin("matmul_reduce_scatter", queues, queues, "broadcast")
-    else:
-        channel = block_channel.enter("matmul_reduce_scatter", "broadcast")
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
-    buffer = block_channel.tensor((workspace.words(workspace.slots, dtype),), dtype)
-    gemm, pushed, first_row, stages = describe_push(block_channel, gemm, blocks, x.element_size(), buffer)
-    staging = StagedSums(buffer, workspace.words(1, dtype), first_row)
-    owned = OwnedRows(out.shape[0], limit_waiting(programs, x.device), fixed(config.is_shifted))
-    block_channel.launch(
-        gemm_reduce_scatter,
-        (dtype, specialization_key(config, x, weight, gemm, bias, out)),
-        programs,
-        (channel, queues, gemm, stream_k, owned, a, b, staging, pushed, bias, out),
-        num_warps=blocks.num_warps,
-        num_stages=stages,
-    )
 
 
 def fit_stages(blocks: Blocks, loaded_size: int, stored_size: int) -> int:

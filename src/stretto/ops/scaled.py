@@ -5,7 +5,6 @@ y[i, j] = x_scale[i] * weight_scale[j] * (x @ weight.T)[i, j]. Tensor cores add 
 torch calls fast accumulation), which is beyond bf16's 8, and interpreted kernels in fp32.
 """
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -210,66 +209,37 @@ def _run(
     """The output, in `out` if there is one; operator: by the name of its form for other dtypes."""
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
+        if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
+            raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
         scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
-        return _compute(config, operator, x, weight, scales, bias, group, out_dtype, reduce_dtype, out)
+        rows, n, sum_dtype = _count_rows(operator, x, group), weight.shape[0], reduce_dtype or out_dtype
+        if 0 in (rows, n, x.shape[1]):  # nothing to wait for
+            zeros = x.new_zeros(rows, n, dtype=out_dtype)
+            return copy_to(out, zeros if bias is None else zeros + bias)
+        if config == LIBRARY:
+            if operator == "all_gather_matmul":
+                total, _ = _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)
+            elif operator == "matmul_all_reduce":
+                total = _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
+            else:
+                total = reduce_scatter(multiply_scaled(x, weight, scales, sum_dtype), group)
+                total = _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
+            return copy_to(out, total)
+        if operator == "matmul_all_reduce":
+            return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
+        out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
+        product = GroupProduct(x, weight, bias, out, group, scales)
+        if operator == "all_gather_matmul":
+            launch_gather(config, product)
+        else:
+            launch_scatter(config, product, sum_dtype)
+        return out
 
     config = find_config(
         operator, x, weight, bias, group, implementation, out_dtype, reduce_dtype, run=compute,
         check=lambda: _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype),
     )  # fmt: skip
     return compute(config, out)
-
-
-def _compute(
-    config: KernelConfig,
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    reduce_dtype: torch.dtype | None,
-    out: Tensor | None,
-) -> Tensor:
-    """The output by this configuration, in `out` if there is one."""
-    if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
-        raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
-    rows, n = _count_rows(operator, x, group), weight.shape[0]
-    if 0 in (rows, n, x.shape[1]):  # nothing to wait for
-        zeros = x.new_zeros(rows, n, dtype=out_dtype)
-        return copy_to(out, zeros if bias is None else zeros + bias)
-    if config == LIBRARY:
-        sum_dtype = reduce_dtype or out_dtype
-        return copy_to(out, _run_library(operator, x, weight, scales, bias, group, out_dtype, sum_dtype))
-    if operator == "matmul_all_reduce":
-        return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
-    out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
-    product = GroupProduct(x, weight, bias, out, group, scales)
-    if operator == "all_gather_matmul":
-        launch_gather(config, product)
-    else:
-        launch_scatter(config, product, reduce_dtype or out_dtype)
-    return out
-
-
-def _run_library(
-    operator: str,
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    bias: Tensor | None,
-    group: str,
-    out_dtype: torch.dtype,
-    sum_dtype: torch.dtype,
-) -> Tensor:
-    if operator == "all_gather_matmul":
-        return _gather_and_multiply(x, weight, scales, bias, group, out_dtype, has_one_scale=False)[0]
-    if operator == "matmul_all_reduce":
-        return _add(all_reduce(multiply_scaled(x, weight, scales, out_dtype), group), bias)
-    partial = multiply_scaled(x, weight, scales, sum_dtype)
-    total = reduce_scatter(partial, group)
-    return _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
 
 
 def _gather_and_multiply(
@@ -326,9 +296,11 @@ def multiply_scaled(
     """
     rows, columns = scales
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    is_aligned = _are_aligned(weight.shape, tensors)
+    # What torch's products take.
+    is_aligned = not any(size % _GRAIN for size in (*weight.shape, *(one.data_ptr() for one in tensors)))
+    is_aligned = is_aligned and x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
     is_tensorwise = all(len(factors) == 1 or factors.stride(0) == 0 for factors in scales)
-    if is_aligned and x.is_cuda and dtype in (torch.bfloat16, torch.float32) and _has_fp8(x.device):
+    if is_aligned and dtype in (torch.bfloat16, torch.float32):
         if is_tensorwise:
             kind, rows, columns = ScalingType.TensorWise, align_scales(rows[:1]), align_scales(columns[:1])
         else:
@@ -342,19 +314,10 @@ def multiply_scaled(
     return _add(product, bias).to(dtype)
 
 
-def _are_aligned(sizes: Sequence[int], tensors: Sequence[Tensor]) -> bool:
-    """True if torch's products take a weight of these sizes, and these tensors."""
-    return not any(size % _GRAIN for size in (*sizes, *(one.data_ptr() for one in tensors)))
-
-
 def _has_library_by_rows(device: torch.device) -> bool:
     """True if cuBLAS multiplies by rows; torch's own kernels, elsewhere, write bf16 alone."""
     version = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
     return torch.cuda.get_device_capability(device) == (9, 0) and version >= (12, 9)
-
-
-def _has_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def align_scales(scales: Tensor) -> Tensor:

@@ -245,7 +245,10 @@ def _search(
     measured |= _measure((LIBRARY, best, *vary_transfers(problem, machine, best)), operands, group)
     kernels = {config: seconds for config, seconds in measured.items() if config != LIBRARY}
     best = min(kernels, key=kernels.__getitem__)
-    orders = tuple(vary_order(problem, best))
+    # Where all ranks begin with the same rows, they meet at one rank's links, but may share its cache.
+    orders: tuple[KernelConfig, ...] = ()
+    if problem.operator not in ("matmul_all_reduce", *EXPERTS) and problem.m > FEW_ROWS:
+        orders = (best._replace(is_shifted=not best.is_shifted),)
     return measured | _measure((LIBRARY, best, *orders), operands, group) if orders else measured
 
 
@@ -312,15 +315,6 @@ def vary_puts(problem: GemmProblem, machine: Machine, nodes: tuple[int, ...]) ->
     first = name_between_nodes(problem.operator, nodes)
     for schedule in dict.fromkeys((first, *list_candidates(problem.operator, len(nodes)))):
         yield config._replace(schedule=schedule)
-
-
-def vary_order(problem: GemmProblem, config: KernelConfig) -> Iterator[KernelConfig]:
-    """The same configuration with the other order of tiles, for a tuner's last round.
-
-    Where all ranks begin with the same rows (not `is_shifted`), they meet at one rank's links, but may share its cache.
-    """
-    if problem.operator not in ("matmul_all_reduce", *EXPERTS) and problem.m > FEW_ROWS:
-        yield config._replace(is_shifted=not config.is_shifted)
 
 
 def _vary_blocks(problem: GemmProblem, machine: Machine, transfer: str) -> Iterator[Blocks]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from weakref import ref
 
-import torch.distributed as dist
 from torch import nn
 
 from stretto.parallel import parallelize
@@ -91,7 +90,24 @@ def distribute_embeddings(
     initializer = MetaInitializer(model, grid.device, seed)
     made = {}
     for name, module in found.items():
-        own = _own_tables(name, module, exchanges[name], ranks[name], group, initializer)
+        own = {}  # this rank's tables, on the grid's device
+        for number, spec in enumerate(specs[name]):
+            if group.rank() not in ranks[name][number]:
+                continue
+            inner = spec.key.rpartition(".")[0]
+            holder, weight = module.get_submodule(inner), module.get_parameter(spec.key)
+            if weight.is_meta and spec.init is not None and not isinstance(holder, EmbeddingTable):  # TorchRec's
+                holder = EmbeddingTable(weight, spec.init)
+            real: Any = initializer.real(".".join(filter(None, (name, inner))), holder)
+            whole = real.weight.detach().to(grid.device)
+            shard = exchanges[name].find_shard(number)
+            is_cut = whole.shape != (shard.rows, shard.columns)
+            if is_cut:  # in memory of its own
+                whole = whole[shard.row : shard.row + shard.rows, shard.column : shard.column + shard.columns].clone()
+            own[number] = EmbeddingTable(whole.contiguous().requires_grad_(weight.requires_grad), spec.init)
+            if is_cut:
+                own[number].shape, own[number].offsets = (spec.rows, spec.dim), (shard.row, shard.column)
+            own[number].reduces_own_gradients = True
         made[name] = _kind_of(module).distributed(module, exchanges[name], own).train(module.training)  # type: ignore[union-attr]
     tables = [ref(table) for module in found.values() for table in module.parameters()]
     if "" in found:
@@ -228,36 +244,6 @@ def _place(
         chosen = [listed[spec.name] for spec in tables]
     left = iter(chosen)
     return {name: [next(left) for _ in of_module] for name, of_module in specs.items()}
-
-
-def _own_tables(
-    name: str,
-    module: nn.Module,
-    exchange: TableExchange,
-    ranks: Sequence[Sequence[int]],
-    group: dist.ProcessGroup,
-    initializer: MetaInitializer,
-) -> dict[int, EmbeddingTable]:
-    """This rank's tables, on the grid's device."""
-    own = {}
-    for number, spec in enumerate(exchange.specs):
-        if group.rank() not in ranks[number]:
-            continue
-        inner = spec.key.rpartition(".")[0]
-        holder, weight = module.get_submodule(inner), module.get_parameter(spec.key)
-        if weight.is_meta and spec.init is not None and not isinstance(holder, EmbeddingTable):  # TorchRec's
-            holder = EmbeddingTable(weight, spec.init)
-        real: Any = initializer.real(".".join(filter(None, (name, inner))), holder)
-        made = real.weight.detach().to(initializer.device)
-        shard = exchange.find_shard(number)
-        is_cut = made.shape != (shard.rows, shard.columns)
-        if is_cut:  # in memory of its own
-            made = made[shard.row : shard.row + shard.rows, shard.column : shard.column + shard.columns].clone()
-        own[number] = EmbeddingTable(made.contiguous().requires_grad_(weight.requires_grad), spec.init)
-        if is_cut:
-            own[number].shape, own[number].offsets = (spec.rows, spec.dim), (shard.row, shard.column)
-        own[number].reduces_own_gradients = True
-    return own
 
 
 def _replace(model: nn.Module, new: Mapping[int, nn.Module]) -> None:

@@ -199,6 +199,17 @@ class TableModule(nn.Module):
 
     _exchange: TableExchange
 
+    @classmethod
+    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
+        """The module in place of another one, torch's, TorchRec's or ours, with this rank's tables."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._take_options(original)
+        return made.hold(exchange, own)
+
+    def _take_options(self, original: Any) -> None:
+        """Take what else the other module has."""
+
     def hold(self, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
         """Take what looks up, and this rank's tables, by their numbers."""
         self._exchange, self._own = exchange, [*own]
@@ -328,13 +339,8 @@ class EmbeddingBagCollection(_Collection):
         super().__init__(tables, device)
         self._is_weighted = is_weighted
 
-    @classmethod
-    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
-        """The collection in place of another one, TorchRec's or ours, with this rank's tables."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._configs, made._is_weighted = original.embedding_bag_configs(), original.is_weighted()
-        return made.hold(exchange, own)
+    def _take_options(self, original: Any) -> None:
+        self._configs, self._is_weighted = original.embedding_bag_configs(), original.is_weighted()
 
     def is_weighted(self) -> bool:
         """Whether rows are multiplied by weights."""
@@ -374,13 +380,8 @@ class EmbeddingCollection(_Collection):
         super().__init__(tables, device)
         self._need_indices = need_indices
 
-    @classmethod
-    def distributed(cls, original: Any, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
-        """The collection in place of another one, TorchRec's or ours, with this rank's tables."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._configs, made._need_indices = original.embedding_configs(), original.need_indices()
-        return made.hold(exchange, own)
+    def _take_options(self, original: Any) -> None:
+        self._configs, self._need_indices = original.embedding_configs(), original.need_indices()
 
     def need_indices(self) -> bool:
         """Whether outputs have their ids as weights."""
@@ -410,14 +411,10 @@ class EmbeddingCollection(_Collection):
 class DistributedEmbeddingBag(TableModule):
     """An nn.EmbeddingBag, whose table is on one rank."""
 
-    @classmethod
-    def distributed(cls, original: nn.EmbeddingBag, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
-        """The module in place of torch's."""
-        made = cls().hold(exchange, own)
-        made.include_last_offset = original.include_last_offset
-        return made
-
     include_last_offset: bool
+
+    def _take_options(self, original: nn.EmbeddingBag) -> None:
+        self.include_last_offset = original.include_last_offset
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         return self._look_up(self._exchange.make_bags(lambda: self._cut(input, offsets, per_sample_weights)))[0]
@@ -436,11 +433,6 @@ class DistributedEmbeddingBag(TableModule):
 
 class DistributedEmbedding(TableModule):
     """An nn.Embedding, whose table is on one rank."""
-
-    @classmethod
-    def distributed(cls, original: nn.Embedding, exchange: TableExchange, own: Mapping[int, EmbeddingTable]) -> Self:
-        """The module in place of torch's."""
-        return cls().hold(exchange, own)
 
     def forward(self, input: Tensor) -> Tensor:
         rows = self._look_up(self._exchange.make_bags(lambda: self._cut(input)))[0]

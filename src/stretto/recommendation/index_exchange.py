@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,26 +29,6 @@ _MAX_BY_32_BITS = torch.iinfo(torch.int32).max
 
 class EndOfBatches(Exception):
     """No rank has a batch left."""
-
-
-def exchange_indices(
-    indices: "Tensor | IndexExchange | TableLookups",
-    offsets: Tensor | None,
-    placement: TablePlacement,
-    group: dist.ProcessGroup,
-    **options: Any,
-) -> TableLookups:
-    """Exchange bags of this rank's samples for all tables for those of all samples for this rank's shards. Collective.
-
-    Begins an `IndexExchange` of these arguments and waits for it; or, given one as `indices`, waits for that; or
-    returns the look-ups that it is given.
-    """
-    if isinstance(indices, TableLookups):
-        return indices
-    if isinstance(indices, IndexExchange):
-        return indices.wait()
-    assert offsets is not None
-    return IndexExchange(indices, offsets, placement, group, **options).wait()
 
 
 class IndexExchange:
@@ -301,27 +281,15 @@ def _check(
     ends = offsets[::batch].tolist() if batch else [0] * (len(placement.tables) + 1)
     if (ends[0], ends[-1]) != (0, len(indices)):  # of offsets on a GPU
         raise ValueError(f"offsets go from {ends[0]} to {ends[-1]}, but there are {len(indices)} indices")
-    if indices.device.type == "cpu" or checks_device:
-        _check_indices(indices, offsets, ends, placement, rank, names)
-    return batch, ends
-
-
-def _check_indices(
-    indices: Tensor,
-    offsets: Tensor,
-    ends: Sequence[int],
-    placement: TablePlacement,
-    rank: int,
-    names: Sequence[str] | None,
-) -> None:
+    if indices.device.type != "cpu" and not checks_device:
+        return batch, ends
     sizes = torch.tensor(ends, device="cpu").diff()
     limits = torch.tensor([table.ids for table in placement.tables], device="cpu").repeat_interleave(sizes)
     bad = (indices < 0) | (indices >= limits.to(indices.device, non_blocking=True))
     if not bool(bad.any()):
-        return
+        return batch, ends
     place = int(bad.nonzero()[0])
-    bag = int((offsets <= place).sum()) - 1
-    table, sample = divmod(bag, (len(offsets) - 1) // len(placement.tables))
+    table, sample = divmod(int((offsets <= place).sum()) - 1, batch)
     name = names[table] if names else f"table {table}"
     raise ValueError(
         f"index {int(indices[place])} at position {place} ({name}, sample {sample} of rank {rank}) is outside "

@@ -203,19 +203,16 @@ class _LookUpReplicated(torch.autograd.Function):
         total = total.clone()
         for other in others:
             total += other
+        sums = total.split(sizes)
         found = [
             RowGradients(values.view_as(leaf), touched > 0)
-            for leaf, (values, touched) in zip(ctx.leaves, _pairs(total.split(sizes)), strict=True)
+            for leaf, values, touched in zip(ctx.leaves, sums[::2], sums[1::2], strict=True)
         ]
         nothing = (None,) * 4
         if ctx.update is not None:
             ctx.update(found)
             return *nothing, *[None] * len(found)
         return *nothing, *[one.values.to(ctx.dtype) for one in found]
-
-
-def _pairs(parts: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(parts[::2], parts[1::2], strict=True))
 
 
 def select_tables(

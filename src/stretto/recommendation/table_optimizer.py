@@ -16,7 +16,7 @@ from torch import Tensor
 from stretto.memory import failures
 from stretto.optim.row_update import STATE_NAMES, RowOptimizer, draw_bits, round_at_random, update_rows
 from stretto.parallel.comm.autograd import at_end_of_backward
-from stretto.recommendation.placement import TablePlacement, TableShard
+from stretto.recommendation.placement import TableShard
 from stretto.recommendation.pooled_exchange import FusedUpdate
 from stretto.recommendation.sharded_lookup import RowGradients
 from stretto.suggestions import name_known
@@ -52,7 +52,23 @@ class TableOptimizer:
     ) -> None:
         factors = dict(lr_factors or {})
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm}
-        _check(tables.placement, kind, numbers, betas, factors)
+        if kind not in get_args(RowOptimizer):
+            raise ValueError(f"there is no table optimizer {kind!r}{name_known(kind, get_args(RowOptimizer))}")
+        for name, value in (*numbers.items(), *((f"lr_factors[{table}]", factor) for table, factor in factors.items())):
+            if not value >= 0:
+                raise ValueError(f"{name} is {value}, but must be at least 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are {betas}, but must be at least 0 and below 1; (0.9, 0.999) would do")
+        count = len(tables.placement.tables)
+        if unknown := sorted(set(factors) - set(range(count))):
+            raise ValueError(f"lr_factors has table {unknown[0]}, but there are tables 0 to {count - 1}")
+        of_rows = "rowwise-adagrad" if kind == "rowwise-adagrad" else "clipping by a row's norm (max_norm)"
+        by_columns = [table for table in range(count) if tables.placement.kind(table) == "column"]
+        if by_columns and (kind == "rowwise-adagrad" or numbers["max_norm"] < math.inf):
+            raise ValueError(
+                f"{of_rows} takes whole rows, but table {by_columns[0]} is cut by columns: kind 'row' or 'table-row' "
+                "would do, or full-adagrad without max_norm"
+            )
         self.kind, self.placement = kind, tables.placement
         self._is_cut = any(tables.dims)  # some rank has tables that the operator looks up
         self.shards: tuple[TableShard, ...] = tables.shards
@@ -162,33 +178,6 @@ class TableOptimizer:
             bits = draw_bits(self._now, shard.table, rows + shard.row, shard.column, shard.columns)
             return [round_at_random(updated, bits, table.dtype), *states]
         return [updated.to(table.dtype), *states]
-
-
-def _check(
-    placement: TablePlacement,
-    kind: str,
-    numbers: Mapping[str, float],
-    betas: tuple[float, float],
-    factors: Mapping[int, float],
-) -> None:
-    """ValueError for settings that no optimizer has, or that tables of this placement cannot have."""
-    if kind not in get_args(RowOptimizer):
-        raise ValueError(f"there is no table optimizer {kind!r}{name_known(kind, get_args(RowOptimizer))}")
-    for name, value in (*numbers.items(), *((f"lr_factors[{table}]", factor) for table, factor in factors.items())):
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}, but must be at least 0")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas are {betas}, but must be at least 0 and below 1; (0.9, 0.999) would do")
-    count = len(placement.tables)
-    if unknown := sorted(set(factors) - set(range(count))):
-        raise ValueError(f"lr_factors has table {unknown[0]}, but there are tables 0 to {count - 1}")
-    of_rows = "rowwise-adagrad" if kind == "rowwise-adagrad" else "clipping by a row's norm (max_norm)"
-    by_columns = [table for table in range(count) if placement.kind(table) == "column"]
-    if by_columns and (kind == "rowwise-adagrad" or numbers["max_norm"] < math.inf):
-        raise ValueError(
-            f"{of_rows} takes whole rows, but table {by_columns[0]} is cut by columns: kind 'row' or 'table-row' would "
-            "do, or full-adagrad without max_norm"
-        )
 
 
 def _alive(this: "ref[TableOptimizer]") -> TableOptimizer:

@@ -19,7 +19,7 @@ from stretto.parallel.comm.streams import ReductionStream
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
-from stretto.recommendation.index_exchange import exchange_indices, find_host_group
+from stretto.recommendation.index_exchange import IndexExchange, find_host_group
 from stretto.recommendation.placement import TablePlacement, TableShard, TableSize, place_tables
 from stretto.recommendation.pooled_exchange import (
     Implementation,
@@ -86,12 +86,14 @@ class ShardedTables(nn.ModuleDict):
         refuse_conversion(fn, (self.dtype,), self.device)
         return super()._apply(fn, recurse)
 
-    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+    def forward(self, indices: Tensor | IndexExchange | TableLookups, offsets: Tensor) -> Tensor:
         return self.pool(self.exchange(indices, offsets))
 
-    def exchange(self, indices: Tensor, offsets: Tensor) -> TableLookups:
-        """All samples' bags for this rank's shards, from this rank's samples' for all tables."""
-        lookups = exchange_indices(indices, offsets, self.placement, self.group, host_group=self._host_group)
+    def exchange(self, indices: Tensor | IndexExchange | TableLookups, offsets: Tensor) -> TableLookups:
+        """All samples' bags for this rank's shards, from this rank's samples' for all tables, or what has sent them."""
+        if isinstance(indices, Tensor):
+            indices = IndexExchange(indices, offsets, self.placement, self.group, host_group=self._host_group)
+        lookups = indices.wait() if isinstance(indices, IndexExchange) else indices
         if self.caches is not None and lookups.cached is None:
             lookups = self.caches.fetch(lookups)
         if lookups.cached is not None:

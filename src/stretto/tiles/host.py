@@ -66,7 +66,7 @@ def rank_copy_data(destination: Tensor, source: Tensor, *, rows: slice | None = 
 class CopyList:
     """Copies, signals and other steps that a call enqueues on one stream: checked, and their addresses found, once.
 
-    `copy`, `notify` and `await_count` add what the functions of that name do at once, `then` another step; `run`
+    `copy` and `notify` add what the functions of that name do at once, `then` another step; `run`
     enqueues all of it, in that order. given: tensors that each call gives anew, contiguous and of the same shapes and
     dtypes. Ends of copies in other tensors, as in a channel's buffer, keep their addresses. `find_copies` keeps lists.
     """
@@ -92,10 +92,6 @@ class CopyList:
             self.then(lambda _: set_flag(word, value))
         else:
             self._copies.append((0, word.data_ptr(), 0, value.data_ptr(), value.element_size()))
-
-    def await_count(self, counters: Tensor, index: int, count: int) -> None:
-        """Add a wait, as by `rank_await_count`."""
-        self.then(lambda _: rank_await_count(counters, index, count))
 
     def then(self, step: Callable[[BlockChannel], None]) -> None:
         """Add a call of `step` with the channel."""

@@ -97,56 +97,33 @@ def choose_way(
     ways = call.list_ways()
     if call.ranks == 1 or (device.type == "cpu" and not find_times(group, device)):
         return ways[0]
-    choose = partial(_choose, call, ways, group, device, prepare, can_time)
-    return find_way(call.name, ways, choose, group, device)
-
-
-def _choose(
-    call: AttentionProblem,
-    ways: list[str],
-    group: str,
-    device: torch.device,
-    prepare: Callable[[], Run] | None,
-    can_time: bool,
-) -> str:
-    times = find_times(group, device)
-    measured = _find_nearest(call, ways, times)
-    if measured is None and prepare is not None:
-        _confirm(call, ways, group, device, prepare, can_time, times)
-        measured = _find_nearest(call, ways, times)
-    speeds = find_agreed(group, device).speeds
-    if measured is None and speeds is not None:
-        seconds = {way: predict(call, way, speeds) for way in ways}
-        best = min(ways, key=seconds.__getitem__)
-        chosen = best if seconds[best] < _CLEARLY_FASTER * seconds[ways[0]] else ways[0]
-    else:
-        chosen = ways[0] if measured is None else min(measured, key=measured.__getitem__)
-    logger.debug("group %s: %s runs as %s: %s", group, call.kind, chosen, measured or "predicted")
-    return chosen
-
-
-def _confirm(
-    call: AttentionProblem,
-    ways: list[str],
-    group: str,
-    device: torch.device,
-    prepare: Callable[[], Run],
-    can_time: bool,
-    times: Times,
-) -> None:
-    """Time the call in all ways, if all ranks can, and keep the times. Collective."""
 
     def can_measure() -> bool:
         return can_time and confirmation.can_time_calls(device, call.count_bytes())
 
-    if not require_agreement(call.name, False, group, device, can_measure=can_measure).is_measured:
-        return
-    run = prepare()
-    seconds = confirmation.measure_choices([partial(run, way) for way in ways], group, device)
-    if seconds is None:
-        logger.warning("%s is not confirmed: some rank could not time it, and runs as predicted", call.kind)
-        return
-    keep_times(call, dict(zip(ways, seconds, strict=True)), times, group, device)
+    def choose() -> str:
+        times = find_times(group, device)
+        measured = _find_nearest(call, ways, times)
+        if measured is None and prepare is not None:
+            if require_agreement(call.name, False, group, device, can_measure=can_measure).is_measured:
+                run = prepare()
+                seconds = confirmation.measure_choices([partial(run, way) for way in ways], group, device)
+                if seconds is None:
+                    logger.warning("%s is not confirmed: some rank could not time it, and runs as predicted", call.kind)
+                else:
+                    keep_times(call, dict(zip(ways, seconds, strict=True)), times, group, device)
+            measured = _find_nearest(call, ways, times)
+        speeds = find_agreed(group, device).speeds
+        if measured is None and speeds is not None:
+            predicted = {way: predict(call, way, speeds) for way in ways}
+            best = min(ways, key=predicted.__getitem__)
+            chosen = best if predicted[best] < _CLEARLY_FASTER * predicted[ways[0]] else ways[0]
+        else:
+            chosen = ways[0] if measured is None else min(measured, key=measured.__getitem__)
+        logger.debug("group %s: %s runs as %s: %s", group, call.kind, chosen, measured or "predicted")
+        return chosen
+
+    return find_way(call.name, ways, choose, group, device)
 
 
 def keep_times(

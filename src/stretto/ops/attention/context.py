@@ -95,18 +95,6 @@ def ulysses_attention(
     """
     if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and output is None:
         return context_attention(q, k, v, group, implementation="ulysses", **options)
-    return _attend_while_projecting(q, k, v, group, kv_heads, output, **options)
-
-
-def _attend_while_projecting(
-    q: Tensor | Callable[[], Tensor],
-    k: Tensor | Callable[[], Tensor],
-    v: Tensor | Callable[[], Tensor],
-    group: dist.ProcessGroup | None,
-    kv_heads: int | None,
-    output: Tensor | None,
-    **options: Unpack[AttentionOptions],
-) -> Tensor:
     causal, layout, window = options.get("causal", False), options.get("layout", "contiguous"), options.get("window")
     sinks, documents = options.get("sinks"), options.get("documents")
     name, ranks = find_name(group), dist.get_world_size(group)
@@ -289,17 +277,16 @@ def prepare_run(
     """
     leaves = [each.detach().requires_grad_(trains) for each in (q, k, v)]
 
+    def keep(saved: Tensor) -> Tensor:
+        return saved
+
     def run(way: str) -> None:
-        with torch.set_grad_enabled(trains), saved_tensors_hooks(_keep, _keep):
+        with torch.set_grad_enabled(trains), saved_tensors_hooks(keep, keep):
             out = context_attention(leaves[0], leaves[1], leaves[2], group, implementation=way, **options)
             if trains:
                 torch.autograd.grad(out, leaves, out.detach())
 
     return run
-
-
-def _keep(saved: Tensor) -> Tensor:
-    return saved
 
 
 def _choose(

@@ -131,58 +131,35 @@ def _run(
         require_operands("matmul_all_reduce_norm", x, weight, bias)
         return multiply_sum_norm(x, weight, operands, described, group, implementation)
 
-    if implementation == "auto" and _adds_parts(x, weight, find_group(group).size()):
+    is_alone = find_group(group).size() == 1 and weight.shape[0] <= MAX_COLUMNS
+    if implementation == "auto" and is_alone and is_for_streaming(x, weight, LEAVES):
+        # The norm's kernel adds up the parts of k, which libraries do by a kernel of its own.
         require_operands("matmul_all_reduce_norm", x, weight, bias)
         return add_norm(multiply_in_parts(x, weight, LEAVES), operands, described)
 
     def compute(config: KernelConfig) -> tuple[Tensor, Tensor]:
-        return _compute(config, x, weight, operands, described, group, implementation == "auto")
+        goes_by_packets = config.implementation == "kernel" and config.exchange == "packets" and not config.schedule
+        if not (goes_by_packets and config.shots == 1 and residual.shape[1] <= MAX_COLUMNS and 0 not in weight.shape):
+            total = compute_all_reduce(config, x, weight, bias, group, None)
+            return add_norm(total, operands._replace(bias=None), described)
+        if implementation == "auto" and is_for_streaming(x, weight):  # else tiles are the configuration's
+            blocks = small_m.choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
+            config = config if blocks is None else config._replace(blocks=blocks)
+        product = GroupProduct(x, weight, None, residual, group)
+        workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, find_group(group).size())
+        try:
+            channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
+            sums = SumOperands(*operands, torch.empty_like(residual))
+            return launch_sums(workspace, channel, None, sums, x.dtype, norm=described)
+        except BaseException:
+            abandon(group, workspace.channel)
+            raise
 
     config = find_config(
         "matmul_all_reduce", x, weight, bias, group, implementation, "norm", norm, run=compute,
         check=lambda: require_operands("matmul_all_reduce_norm", x, weight, bias),
     )  # fmt: skip
     return compute(config)
-
-
-def _adds_parts(x: Tensor, weight: Tensor, world: int) -> bool:
-    """True if a rank's product takes the kernel of few rows, whose parts the norm's kernel adds up.
-
-    Libraries add up the parts of k by a kernel of its own.
-    """
-    return world == 1 and weight.shape[0] <= MAX_COLUMNS and is_for_streaming(x, weight, LEAVES)
-
-
-def _compute(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    operands: NormOperands,
-    norm: Norm,
-    group: str,
-    is_free: bool,
-) -> tuple[Tensor, Tensor]:
-    """By a product whose packets the norm's kernel adds up, or by a `matmul_all_reduce` and a kernel for the rest.
-
-    is_free: whether tiles of the former may be others than the configuration's.
-    """
-    residual, world = operands.residual, find_group(group).size()
-    goes_by_packets = config.implementation == "kernel" and config.exchange == "packets" and not config.schedule
-    if not (goes_by_packets and config.shots == 1 and residual.shape[1] <= MAX_COLUMNS and 0 not in weight.shape):
-        total = compute_all_reduce(config, x, weight, operands.bias, group, None)
-        return add_norm(total, operands._replace(bias=None), norm)
-    if is_free and is_for_streaming(x, weight):
-        blocks = small_m.choose_streaming(len(x), *weight.shape, count_processors(x.device.index))
-        config = config if blocks is None else config._replace(blocks=blocks)
-    product = GroupProduct(x, weight, None, residual, group)
-    workspace = small_m.launch("matmul_all_reduce_norm", "push", config, product, world)
-    try:
-        channel = workspace.channel.describe("matmul_all_reduce_norm", "p2p", begun_in_kernel=True)
-        sums = SumOperands(*operands, torch.empty_like(residual))
-        return launch_sums(workspace, channel, None, sums, x.dtype, norm=norm)
-    except BaseException:
-        abandon(group, workspace.channel)
-        raise
 
 
 def multiply_sum_norm(

@@ -72,10 +72,10 @@ def _run(
     invariant: bool,
     implementation: str,
 ) -> Tensor:
-    _require(q, key_cache, value_cache, block_table, lengths, query_offsets)
     call = PagedCall(
         q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window, is_invariant=invariant
     )
+    _require(call)
     obstacle = find_obstacle(call)
     if implementation == "library" or (implementation == "auto" and obstacle):
         return _attend_by_library(call)
@@ -201,15 +201,9 @@ def _place_tokens(call: PagedCall) -> tuple[Tensor, Tensor]:
     return sequence, torch.where(is_there, lengths[sequence] - offsets[sequence + 1] + index, -1)
 
 
-def _require(
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_table: Tensor,
-    lengths: Tensor,
-    query_offsets: Tensor | None,
-) -> None:
+def _require(call: PagedCall) -> None:
     """ValueError for tensors that do not go together."""
+    q, key_cache, value_cache, block_table, lengths, query_offsets, *_ = call
     if q.dim() != 3 or key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         raise ValueError(
             "paged_attention takes q [tokens, heads, d] and caches [pages, page size, kv heads, d] of one shape, not "
@@ -255,7 +249,7 @@ def _require(
 def _fake(
     q: Tensor, key_cache: Tensor, value_cache: Tensor, block_table: Tensor, lengths: Tensor, query_offsets: Tensor
 ) -> Tensor:
-    _require(q, key_cache, value_cache, block_table, lengths, query_offsets)
+    _require(PagedCall(q, key_cache, value_cache, block_table, lengths, query_offsets, 1.0, 0, is_invariant=False))
     return torch.empty_like(q)
 
 

@@ -13,7 +13,6 @@
 import functools
 import itertools
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -197,8 +196,14 @@ class _Staging(NamedTuple):
         widest, own = max(placement.widths), placement.widths[placement.rank]
         size = round_size(placement.batch * widest * placement.dtype.itemsize)
 
+        def allocate() -> tiles.BlockChannel:
+            members = find_group(group)
+            channels = limit_channels(members.size(), _CHANNELS) * members.size()
+            backend = "cuda" if device.type == "cuda" else "host"
+            return tiles.BlockChannel.allocate(members, channels=channels, data_bytes=size, backend=backend)
+
         def make() -> _Staging:
-            channel = find_kept(group, device, ("embedding gradients", size), lambda: _allocate(group, device, size))
+            channel = find_kept(group, device, ("embedding gradients", size), allocate)
             columns = tuple((column,) for column in itertools.accumulate(placement.widths, initial=0))
             return cls(
                 channel,
@@ -219,12 +224,6 @@ class _MovedStaging(NamedTuple):
     ring: OutputRing
     moves: ScheduledMoves
     index_errors: IndexErrors
-
-    @classmethod
-    def make(cls, group: str, device: torch.device, placement: EmbeddingPlacement, way: str) -> "_MovedStaging":
-        """Make the group's; all ranks call it."""
-        moves = ScheduledMoves.make(group, device, placement, way, is_back=True)
-        return cls(moves.ring, moves, IndexErrors(placement.rank, device))
 
 
 @functools.lru_cache
@@ -272,8 +271,12 @@ def stage_gradients(
     block = round_up_to_power(max(lookups.dims, default=4))
     config = choose_backward_config(block * placement.dtype.itemsize, device)
     if way:  # between nodes
-        make = partial(_MovedStaging.make, group, device, placement, way)
-        moved = find_kept(group, device, ("embedding staging", placement), make)
+
+        def make() -> _MovedStaging:
+            moves = ScheduledMoves.make(group, device, placement, way, is_back=True)
+            return _MovedStaging(moves.ring, moves, IndexErrors(placement.rank, device))
+
+        moved: _MovedStaging = find_kept(group, device, ("embedding staging", placement), make)
         channel, index_errors = moved.ring.channel, moved.index_errors
         own = moved.moves.send_gradients(grad, placement, permit, need)
     else:
@@ -323,16 +326,6 @@ def sort_ahead(
 @functools.cache
 def _sort_stream(device: torch.device) -> "torch.cuda.Stream":
     return torch.cuda.Stream(device)
-
-
-def _allocate(group: str, device: torch.device, size: int) -> tiles.BlockChannel:
-    process_group = find_group(group)
-    return tiles.BlockChannel.allocate(
-        process_group,
-        channels=limit_channels(process_group.size(), _CHANNELS) * process_group.size(),
-        data_bytes=size,
-        backend="cuda" if device.type == "cuda" else "host",
-    )
 
 
 def _push(
@@ -598,7 +591,7 @@ def find_gradients(
     grads = [grad.new_empty(shape) for shape in zip(lookups.rows, lookups.dims, strict=True)]
     staged = stage_gradients(grad, lookups, placement, group, zeros=grads, permit=permit, need=need)
     if staged is not None:
-        add_gradients(staged, grads)
+        reduce_rows(staged, lookups.dims, [one.data_ptr() for one in grads], [0] * len(grads))
     return grads
 
 
@@ -633,12 +626,6 @@ def fill_zeros(tensors: Sequence[Tensor]) -> None:
     """Set the tensors to zero, in one launch."""
     if tensors:
         torch._foreach_zero_(list(tensors))
-
-
-def add_gradients(staged: StagedGradients, grads: Sequence[Tensor]) -> None:
-    """Store each table's gradient into `grads`, which are zeros [rows, dim]."""
-    dims = [grad.shape[1] for grad in grads]
-    reduce_rows(staged, dims, [grad.data_ptr() for grad in grads], [0] * len(grads))
 
 
 def sparse_gradients(

@@ -121,19 +121,11 @@ def look_up_and_send(
         raise found.error
     count, total = len(tables.dims), indices.shape[0]
     config = find_launch_config(placement, count, total, device) if config is None else config.check()
-    announced = placement.announce(needs_grad=needs_grad)
+    announced, pooling = placement.announce(needs_grad=needs_grad), describe_pooling(config, mode, checks)
+    bags = Bags(indices, offsets, weights)
     if launch.moves is not None:
         channel = _begin(launch, placement, 0, announced, call_permit)
-        return _pool_and_move(
-            launch,
-            launch.moves,
-            channel,
-            tables,
-            placement,
-            Bags(indices, offsets, weights),
-            describe_pooling(config, mode, checks),
-            config,
-        )
+        return _pool_and_move(launch, launch.moves, channel, tables, placement, bags, pooling, config)
     offset, finish = ring.take(shape, placement.dtype)
     channel = _begin(launch, placement, offset // UNIT.value, announced, call_permit)
     kernel_tables = describe_tables(tables, launch.first_column, placement.local_batch, placement.width, total)
@@ -143,8 +135,8 @@ def look_up_and_send(
         channel,
         launch.mapping,
         kernel_tables,
-        describe_pooling(config, mode, checks),
-        Bags(indices, offsets, weights),
+        pooling,
+        bags,
         launch.pointers,
         ring.index_errors.report,
         None,  # trace: python -m lab embedding-figures puts its own here
@@ -159,7 +151,7 @@ def look_up_and_send(
             mode,
             checks,
             find_kind(kernel_tables),
-            *map(tiles.kind_of, (indices, offsets, weights, waiters)),
+            *map(tiles.kind_of, (*bags, waiters)),
         ),
         programs,
         arguments,

@@ -111,7 +111,11 @@ class EmbeddingAllToAll(nn.Module):
             names = [f"rank{dist.get_rank()}_{place}" for place in range(len(shapes))]
         error = ""
         try:
-            _require_options(optimizer, sparse, mode)
+            if optimizer is not None and optimizer not in OPTIMIZERS:
+                raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+            if optimizer is not None and sparse:
+                raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
+            require_mode(mode)
             rates = table_settings(max(len(shapes), 1), **settings, device="cpu")
             if seed is not None and (optimizer is None or dtype == torch.float32):
                 raise ValueError(
@@ -215,14 +219,6 @@ class EmbeddingAllToAll(nn.Module):
     def extra_repr(self) -> str:
         """Return the mode and the optimizer."""
         return f"mode={self.mode!r}, optimizer={self.optimizer!r}"
-
-
-def _require_options(optimizer: str | None, sparse: bool, mode: str) -> None:
-    if optimizer is not None and optimizer not in OPTIMIZERS:
-        raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
-    if optimizer is not None and sparse:
-        raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
-    require_mode(mode)
 
 
 def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | None, number: int) -> None:

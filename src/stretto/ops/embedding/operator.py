@@ -132,22 +132,11 @@ def _find_anchor(device: torch.device) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def agree_on_placement(
-    group: str,
-    device: torch.device,
-    name: str,
-    dims: tuple[int, ...],
-    dtype: torch.dtype | None,
-    batch: int,
-    needs_grad: bool,
-    index_dtype: torch.dtype,
-    schedule: str = "",
-) -> tuple[int, torch.dtype]:
-    """Agree with all ranks on the placement; returns (output's columns, dtype).
-
-    torch.compile takes the result for a constant.
+def agree_on_placement(group: str, device: torch.device, *agreed: Any) -> tuple[int, torch.dtype]:
+    """Agree with all ranks on the placement; returns (output's columns, dtype). agreed: further arguments of
+    `find_placement`. torch.compile takes the result for a constant.
     """
-    placement = find_placement(group, device, name, dims, dtype, batch, needs_grad, index_dtype, schedule)
+    placement = find_placement(group, device, *agreed)
     _find_anchor(device)
     return placement.width, placement.dtype
 

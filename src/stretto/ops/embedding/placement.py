@@ -186,10 +186,8 @@ def find_placement(
     """
 
     def make() -> EmbeddingPlacement:
-        if not dims:
-            return _agree(group, device, _RankTables(dims, None, batch, None, None, schedule))
         own = _RankTables(dims, dtype, batch, needs_grad, index_dtype, schedule)
-        return _agree(group, device, own)
+        return _agree(group, device, own if dims else own._replace(dtype=None, needs_grad=None, index_dtype=None))
 
     return find_known(group, device, ("embedding placement", name, dims, dtype, batch), make)
 

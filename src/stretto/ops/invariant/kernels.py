@@ -30,7 +30,7 @@ from stretto.ops.gemm import (
     specialization_key,
     takes_tma,
 )
-from stretto.ops.operator import OperatorWorkspace, abandon, find_group, find_workspace
+from stretto.ops.operator import abandon, find_group, find_workspace
 from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
 from stretto.ops.row_sums.norm import Norm
@@ -193,22 +193,16 @@ def multiply_and_sum(
     workspace = find_workspace(group, x.device, count_bytes(form, m, n, world, torch.float32), "packets")
     channel = workspace.channel.enter(operator, "p2p")
     try:
-        _send(workspace, channel, form, x, weight, leaves, sums.added.shape[0])
+        staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
+        flags = fixed(form), fixed(0), fixed(n % 4 == 0)
+        exchange = PacketExchange(sums.added.shape[0], workspace.words(1, torch.int32), *flags)
+        x, weight = pad_leaves(x, weight, leaves)
+        tile = _find_tile(x, weight, leaves, takes_parts=False)
+        _launch(workspace.channel.launch, channel, exchange, x, weight, leaves, staging, None, None, tile)
         return launch_sums(workspace, channel, None, sums, torch.float32, by_tree=True, norm=norm)
     except BaseException:
         abandon(group, workspace.channel)
         raise
-
-
-def _send(
-    workspace: OperatorWorkspace, channel: Any, form: str, x: Tensor, weight: Tensor, leaves: int, rows: int
-) -> None:
-    staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
-    in_fours = weight.shape[0] % 4 == 0
-    exchange = PacketExchange(rows, workspace.words(1, torch.int32), fixed(form), fixed(0), fixed(in_fours))
-    x, weight = pad_leaves(x, weight, leaves)
-    tile = _find_tile(x, weight, leaves, takes_parts=False)
-    _launch(workspace.channel.launch, channel, exchange, x, weight, leaves, staging, None, None, tile)
 
 
 def _find_tile(x: Tensor, weight: Tensor, leaves: int, *, takes_parts: bool) -> Tile:

@@ -130,7 +130,8 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
     processors = count_processors(x.device.index) if x.is_cuda else 0
     if not gathers:
         _require_countable(joint, width)
-    elif _waits(joint):  # kernels that wait on the side stream need multiprocessors, and tiles wait for them
+    elif any(one.sender != NOBODY for every in joint.ranks for move in every.moves for one in move.sources):
+        # Kernels that wait on the side stream need multiprocessors, and tiles wait for them.
         if processors and blocks.programs > processors:
             # Two programs a multiprocessor, of which few may wait, become one of twice the columns.
             blocks = blocks._replace(n=2 * blocks.n, num_warps=2 * blocks.num_warps, programs=processors)
@@ -142,7 +143,9 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
     own = describe_rows(x, gemm) if reads_own else None
     target = out if gathers else inputs
     parts = count_store_parts(blocks, x.element_size(), target.element_size())
-    is_whole = bool(parts) and gemm.by_tma.value and takes_tma(target) and _has_whole_tiles(joint, rank)
+    is_whole = bool(parts) and gemm.by_tma.value and takes_tma(target)
+    # No tile but the last of the product has fewer rows than it may have.
+    is_whole = is_whole and all(tile.stop in (tile.start + joint.block_rows, joint.product_rows) for tile in plan.tiles)
     stored = target
     if is_whole:
         gemm = gemm._replace(stores_by_tma=fixed(True), out_parts=fixed(parts))
@@ -218,14 +221,6 @@ def count_piece_rows(config: KernelConfig, row_bytes: int) -> int:
     return max(1, config.piece_bytes // row_bytes)
 
 
-def _has_whole_tiles(joint: JointSchedule, rank: int) -> bool:
-    """True if no tile but the last of the product has fewer rows than it may have."""
-    return all(
-        tile.stop - tile.start == joint.block_rows or tile.stop == joint.product_rows
-        for tile in joint.ranks[rank].tiles
-    )
-
-
 def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
     """Launch a call whose first programs run the moves; returns what moves have brought."""
     x, weight, bias, out, group, _ = product
@@ -287,11 +282,6 @@ def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProdu
         abandon(group_here, block_channel)
         raise
     return landed
-
-
-def _waits(joint: JointSchedule) -> bool:
-    """True if some rank's move waits for a signal."""
-    return any(one.sender != NOBODY for plan in joint.ranks for move in plan.moves for one in move.sources)
 
 
 def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) -> str:

@@ -62,7 +62,12 @@ def matmul_all_to_all(
 
 def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
     def compute(config: KernelConfig) -> Tensor:
-        return _compute(config, x, weight, bias, group)
+        if config == LIBRARY:
+            product = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
+            return _exchange(product, group)
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        launch_joint(_OPERATOR, config, GroupProduct(x, weight, bias, out, group), x.dtype)
+        return out
 
     return compute(
         find_config(
@@ -70,15 +75,6 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
             check=lambda: _require(x, weight, bias, group, implementation),
         )
     )  # fmt: skip
-
-
-def _compute(config: KernelConfig, x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    if config == LIBRARY:
-        product = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
-        return _exchange(product, group)
-    out = x.new_empty(x.shape[0], weight.shape[0])
-    launch_joint(_OPERATOR, config, GroupProduct(x, weight, bias, out, group), x.dtype)
-    return out
 
 
 def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> None:

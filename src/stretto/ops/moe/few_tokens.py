@@ -214,13 +214,30 @@ def _dispatch(
     if runs_kernel:
         local = num_experts // group.size()
         sizes = max_tokens, k, local, columns * x.element_size()
-        rows, offsets, choices = _send_by_kernel(x, topk_ids, topk_weights, group, sizes, payload)
+        offsets, counts, holders = (
+            torch.empty(size, dtype=torch.int32, device=x.device) for size in (local + 1, group.size(), max_tokens)
+        )
+        rows = x.new_empty(capacity, columns)
+        positions = torch.empty(group.size() * max_tokens, k, dtype=torch.int32, device=x.device)
+        choices = SentChoices(positions, torch.empty_like(positions, dtype=torch.float32), counts, holders)
+        words = (sizes[3] if payload is None else columns) // _PACKET_BYTES
+        operands = align(x.contiguous()), topk_ids.contiguous(), topk_weights.contiguous()
+        received = ReceivedRows(rows, offsets, capacity)
+        _launch(
+            "moe.dispatch_few", dispatch_tokens, group, sizes, words, choices, (received, *operands), len(x),
+            payload is not None,
+        )  # fmt: skip
         sent: _SentByKernel | _SentByLibrary = _SentByKernel(choices, sizes)
-    else:
+    else:  # by all ranks' tokens, which are gathered: fixed shapes for CUDA graphs
+        missing = max_tokens - len(x)
+        ids = pad(topk_ids, (0, 0, 0, missing), value=num_experts)
         with torch.no_grad():
-            rows, offsets, sent = _send_by_library(
-                _round(x, payload), topk_ids, topk_weights, num_experts, group, max_tokens
-            )
+            x = _round(x, payload)
+            route = find_fixed_route(ids, num_experts, capacity, (group,), group.size(), group.rank(), call)
+            tokens = route.send(lambda: pad(x, (0, 0, 0, missing)), call)
+            everyones = route.send(lambda: pad(topk_weights, (0, 0, 0, missing)), call)
+            rows, offsets = tokens.index_select(0, route.index.places), route.index.offsets
+        sent = _SentByLibrary(route.index.positions, route.index.is_here, everyones)
     return DispatchedFew(rows, offsets, FewHandle((capacity, columns), x.dtype, len(x), group, sent))
 
 
@@ -228,7 +245,10 @@ def _dispatch(
 def _combine(rows: Tensor, handle: FewHandle, group: dist.ProcessGroup) -> Tensor:
     match handle.sent:
         case _SentByKernel(choices, sizes):
-            return _combine_by_kernel(rows, choices, sizes, handle.tokens, group)
+            operands = align(rows.contiguous()), rows.new_empty(handle.tokens, rows.shape[1])
+            words = sizes[3] // _PACKET_BYTES
+            _launch("moe.combine_few", combine_sums, group, sizes, words, choices, operands, handle.tokens)
+            return operands[1]
         case _SentByLibrary(positions, is_here, weights):
             sums = sum_copies(rows, positions, weights, is_here)
             return scatter_sum(sums, find_name(group))[: handle.tokens].clone()
@@ -239,21 +259,6 @@ def _round(x: Tensor, payload: torch.dtype | None) -> Tensor:
         return x
     quantized, scale = quantize_rows(x)
     return (quantized.float() * scale[:, None]).to(x.dtype)
-
-
-def _send_by_library(
-    x: Tensor, ids: Tensor, weights: Tensor, num_experts: int, group: dist.ProcessGroup, max_tokens: int
-) -> tuple[Tensor, Tensor, _SentByLibrary]:
-    """(rows, offsets, what combine needs), from all ranks' tokens, which are gathered: fixed shapes for CUDA graphs."""
-    missing = max_tokens - len(x)
-    capacity = group.size() * max_tokens * ids.shape[1]
-    ids = pad(ids, (0, 0, 0, missing), value=num_experts)
-    route = find_fixed_route(ids, num_experts, capacity, (group,), group.size(), group.rank(), call)
-    tokens = route.send(lambda: pad(x, (0, 0, 0, missing)), call)
-    everyones = route.send(lambda: pad(weights, (0, 0, 0, missing)), call)
-    index = route.index
-    sent = _SentByLibrary(index.positions, index.is_here, everyones)
-    return tokens.index_select(0, index.places), index.offsets, sent
 
 
 def _find_obstacle(x: Tensor, num_experts: int, world: int, payload: torch.dtype | None) -> str:
@@ -271,38 +276,6 @@ def _find_obstacle(x: Tensor, num_experts: int, world: int, payload: torch.dtype
     if payload is not None and x.is_cuda and (torch.version.hip or find_capability(x.device.index) < _FP8_CAPABILITY):
         return "it takes fp8 on NVIDIA GPUs of compute capability 8.9 or newer"
     return ""
-
-
-def _send_by_kernel(
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    group: dist.ProcessGroup,
-    sizes: tuple[int, int, int, int],
-    payload: torch.dtype | None,
-) -> tuple[Tensor, Tensor, SentChoices]:
-    (max_tokens, k, local, row_bytes), world, device = sizes, group.size(), x.device
-    offsets, counts, holders = (
-        torch.empty(size, dtype=torch.int32, device=device) for size in (local + 1, world, max_tokens)
-    )
-    capacity = world * max_tokens * k
-    received = ReceivedRows(x.new_empty(capacity, x.shape[1]), offsets, capacity)
-    positions = torch.empty(world * max_tokens, k, dtype=torch.int32, device=device)
-    choices = SentChoices(positions, torch.empty_like(positions, dtype=torch.float32), counts, holders)
-    words = (row_bytes if payload is None else x.shape[1]) // _PACKET_BYTES
-    operands = received, align(x.contiguous()), ids.contiguous(), weights.contiguous()
-    _launch("moe.dispatch_few", dispatch_tokens, group, sizes, words, choices, operands, len(x), payload is not None)
-    return received.rows, offsets, choices
-
-
-def _combine_by_kernel(
-    rows: Tensor, choices: SentChoices, sizes: tuple[int, int, int, int], tokens: int, group: dist.ProcessGroup
-) -> Tensor:
-    out = rows.new_empty(tokens, rows.shape[1])
-    operands = align(rows.contiguous()), out
-    words = sizes[3] // _PACKET_BYTES
-    _launch("moe.combine_few", combine_sums, group, sizes, words, choices, operands, tokens)
-    return out
 
 
 def _launch(

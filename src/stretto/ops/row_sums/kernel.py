@@ -24,7 +24,6 @@ from stretto.ops.operator import (
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
     Norm,
-    NormForm,
     NormRows,
     add_to_residual,
     describe_norm,
@@ -193,41 +192,25 @@ def launch_sums(
     """
     rows, columns = operands.added.shape
     num_warps = min(16, max(4, triton.next_power_of_2(divide_up(columns * wire.itemsize, 4)) // 256))
-    slot_words = workspace.words(1, torch.int32)
-    (packets, form, tensors), key = describe_sums(operands, wire, slot_words, num_warps, x, by_tree=by_tree, norm=norm)
-    staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
-    workspace.channel.launch(
-        sum_and_normalize,
-        key,
-        limit_waiting(rows, operands.added.device),
-        (channel, packets, form, staging, x, tensors, rows, columns),
-        num_warps=num_warps,
-        enable_fp_fusion=not norm.is_exact,
-    )
-    return tensors.normed, tensors.added
-
-
-def describe_sums(
-    operands: SumOperands,
-    wire: torch.dtype,
-    slot_words: int,
-    num_warps: int,
-    x: Tensor | None = None,
-    *,
-    by_tree: bool = False,
-    norm: Norm = NO_NORM,
-) -> tuple[tuple[PacketRows, NormForm, NormRows], tuple[object, ...]]:
-    """Sums of packets as kernels take them, with norm and results; and what a kernel is compiled for."""
     bias, residual, weight, norm_bias, added = operands
-    columns, each = added.shape[1], 4 // wire.itemsize
+    each = 4 // wire.itemsize
     normed = added if residual is None else torch.empty_like(added)
     block = max(triton.next_power_of_2(divide_up(columns, each)), THREADS_OF_A_WARP * num_warps)
     in_fours = columns * wire.itemsize % 16 == 0
     by_words = in_fours and x is not None and x.dtype == wire and x.data_ptr() % 16 == 0
+    slot_words = workspace.words(1, torch.int32)
     packets = PacketRows(slot_words, *map(fixed, (_WIRES[wire], by_tree, in_fours, by_words, block)))
     tensors = NormRows(bias, residual, weight, norm_bias, normed, added)
-    key = added.shape, wire, by_tree, norm, num_warps, kind_of(x), *map(kind_of, tensors)
-    return (packets, describe_norm(norm, 1, block * each), tensors), key
+    staging = workspace.channel.tensor((workspace.words(2, torch.int32),), torch.int32)
+    workspace.channel.launch(
+        sum_and_normalize,
+        (added.shape, wire, by_tree, norm, num_warps, kind_of(x), *map(kind_of, tensors)),
+        limit_waiting(rows, added.device),
+        (channel, packets, describe_norm(norm, 1, block * each), staging, x, tensors, rows, columns),
+        num_warps=num_warps,
+        enable_fp_fusion=not norm.is_exact,
+    )
+    return normed, added
 
 
 def find_packets_obstacle(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates a DLRM on held-out samples: the area under the ROC curve (AUC) and the mean loss."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -23,8 +23,11 @@ def evaluate(score: Score, samples: range, batch: int, grid: Grid) -> Mapping[st
     last batch is padded by repeating the last sample, and the padding's outputs are dropped.
     """
     scores, labels = [], []
-    for numbers, is_real in _batches_of_rank(samples, batch, grid):
-        logits, wanted = score(numbers)
+    size = batch // grid.size("data")
+    for first in range(0, len(samples), batch):
+        places = first + grid.coordinate("data") * size + np.arange(size)
+        logits, wanted = score(samples.start + np.minimum(places, len(samples) - 1))
+        is_real = slice(0, int((places < len(samples)).sum()))
         scores.append(logits[is_real])
         labels.append(wanted[is_real])
     every_score, every_label = _gather(torch.cat(scores), grid), _gather(torch.cat(labels), grid)
@@ -54,14 +57,6 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float | None:
     # Integers throughout: the sum of billions of ranks has more digits than a float.
     total = int(twice_rank[group[labels]].sum())
     return (total - positives * (positives + 1)) / (2 * positives * negatives)
-
-
-def _batches_of_rank(samples: range, batch: int, grid: Grid) -> Iterator[tuple[NDArray[np.int64], slice]]:
-    """This rank's sample indices of each batch, and which of them are not padding."""
-    size = batch // grid.size("data")
-    for first in range(0, len(samples), batch):
-        places = first + grid.coordinate("data") * size + np.arange(size)
-        yield samples.start + np.minimum(places, len(samples) - 1), slice(0, int((places < len(samples)).sum()))
 
 
 def _gather(mine: Tensor, grid: Grid) -> Tensor | None:
