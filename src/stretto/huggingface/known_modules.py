@@ -109,7 +109,7 @@ def computes_angles(module: nn.Module) -> bool:
     name = type(module).__name__
     if not type(module).__module__.startswith("transformers.") or not name.endswith("RotaryEmbedding"):
         return False
-    places = torch.tensor([[5, 0, 3]], device=_device_of(module))
+    places = torch.tensor([[5, 0, 3]], device=next((each.device for each in module.buffers()), None))
     x = torch.ones(1, 3, 8, device=places.device)
     try:
         pairs = [module.forward(x, places[:, some]) for some in (slice(None), slice(0, 1), slice(2, 3))]
@@ -117,10 +117,6 @@ def computes_angles(module: nn.Module) -> bool:
     except _FAILURES:
         return False
     return whole.shape[:3] == (2, 1, 3) and whole.dim() == 4 and torch.equal(whole[:, :, [0, 2]], torch.cat(single, 2))
-
-
-def _device_of(module: nn.Module) -> torch.device | None:
-    return next((each.device for each in module.buffers()), None)
 
 
 def calls_rotation(kind: type[nn.Module]) -> bool:

@@ -227,7 +227,10 @@ class Router(nn.Module):
             is_dropped = self._exceeds_capacity(chosen, counts, get_total()).gather(1, ids)
             dropped.scatter_add_(0, ids.flatten(), is_dropped.flatten().long())
             weights, ids = weights.masked_fill(is_dropped, 0.0), ids.masked_fill(is_dropped, self.num_experts)
-        sums = torch.cat((self._balance_sums(x, scores, chosen), self._z_sum(logits))) if has_loss else None
+        sums = None
+        if has_loss:
+            of_z = logits.logsumexp(-1).square().sum().view(1) if self.options.z_loss else logits.new_zeros(1)
+            sums = torch.cat((self._balance_sums(x, scores, chosen), of_z))
         if calls_graph is None:
             return self.add_losses(weights, counts, dropped, sums, get_total), ids
         return calls_graph(weights.shape, weights, counts, dropped, *([] if sums is None else [sums])), ids
@@ -274,11 +277,6 @@ class Router(nn.Module):
         load = chosen.unflatten(0, x.shape[:2]).sum(1) * (self.num_experts / (self.experts_per_token * length))
         mean = shares.unflatten(0, x.shape[:2]).mean(1)
         return (load.to(mean.dtype) * mean).sum().view(1) * length
-
-    def _z_sum(self, logits: Tensor) -> Tensor:
-        if self.options.z_loss == 0:
-            return logits.new_zeros(1)
-        return logits.logsumexp(-1).square().sum().view(1)
 
     def _loss_factors(self, total: Tensor) -> "_LossFactors":
         """Factors of the sums, from the choices of all ranks [num_experts]."""

@@ -155,10 +155,6 @@ class Builder:
             built |= {name: ParallelLoss(head) for name in plan.named("loss")}
         return built
 
-    def build_plain(self, plan: ShardingPlan) -> dict[str, nn.Parameter]:
-        """Build what replaces each parameter that the model's own code reads, by its name."""
-        return {name: self.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
-
     def plain_parameter(self, name: str, role: Role) -> nn.Parameter:
         owner_name, _, key = name.rpartition(".")
         owner = self.model.get_submodule(owner_name)

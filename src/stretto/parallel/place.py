@@ -111,7 +111,8 @@ def _place(
     check_ranks_agree(dict(model.named_parameters()), grid, grid.communicator(STAGE), drops=drops)
     builder = Builder(model, request, plan, initializer, cut)
     if isinstance(plan, ShardingPlan):
-        modules, shared, plain = builder.build_all(plan), builder.shared_places(plan), builder.build_plain(plan)
+        modules, shared = builder.build_all(plan), builder.shared_places(plan)
+        plain = {name: builder.plain_parameter(name, part.role) for part in plan.plain for name in part.parameters}
         parts = [(part, {name: plain[name] for name in part.parameters}) for part in plan.plain]
         return Placement(plan, builder, cut, modules, shared, parts, values=[*values, *builder.buffers()])
     modules = {name: builder.experts(name, model.get_submodule(name), kind) for name, kind in plan.experts.items()}

@@ -129,7 +129,8 @@ class ReplicaCheck:
             for shards, values in zip(self._shards, hashes, strict=True)
             if shards.key in differing
         }
-        mine = socket.gethostname(), self._tensor_shard(), own
+        shard = tuple(self._task.grid.coordinate(axis.name) for axis in AXES if not axis.sums_gradients)
+        mine = socket.gethostname(), shard, own
         gathered = all_gather_data(mine, kind=tuple[str, tuple[int, ...], dict[str, list[tuple[str, int]]]])
         votes = [
             Vote(name, {rank: gathered[rank][2][key][number][1] for rank in self._holders[key]})
@@ -147,10 +148,6 @@ class ReplicaCheck:
             f"after step {step}, which were equal {since}",
             culprits,
         )
-
-    def _tensor_shard(self) -> tuple[int, ...]:
-        """This rank's coordinates on the axes over which gradients are not summed."""
-        return tuple(self._task.grid.coordinate(axis.name) for axis in AXES if not axis.sums_gradients)
 
 
 @dataclass(frozen=True)

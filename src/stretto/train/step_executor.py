@@ -84,7 +84,8 @@ class AccumulatingExecutor(StepExecutor):
                 if dropout_seed is not None:
                     torch.manual_seed(dropout_seed)
                 if has_routers:
-                    scale_losses(model, _scale_of_share(len(micro_batch[0]) / rows, functions, device))
+                    share = torch.full((), len(micro_batch[0]) / rows, dtype=torch.float64, device=device)
+                    scale_losses(model, share if functions.scale_loss is None else functions.scale_loss(share))
                 with nullcontext() if is_last else no_sync(model), micro_batch_of(model, rows, first):
                     loss = functions.compute_loss(*micro_batch)
                     (loss if functions.scale_loss is None else functions.scale_loss(loss)).backward()
@@ -130,12 +131,6 @@ class PipelineExecutor(StepExecutor):
     def close(self) -> None:
         self._functions = None
         self._pipeline.close()
-
-
-def _scale_of_share(share: float, functions: StepFunctions, device: torch.device) -> Tensor:
-    """Factor of the losses of a micro-batch's routers, for its share of the batch, 0-dim."""
-    scale = torch.full((), share, dtype=torch.float64, device=device)
-    return scale if functions.scale_loss is None else functions.scale_loss(scale)
 
 
 class CudaGraphExecutor(StepExecutor):

@@ -50,34 +50,27 @@ class CollectiveCounts:
 # Where each op's payload stands among its arguments, and how many times it crosses a rank's link in a ring of n ranks
 # (Thakur et al., as in Singh's dissertation, equations 5.1 to 5.5): payload x factor(n).
 _RINGS = {
-    "allreduce_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "allreduce_coalesced_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "_allgather_base_": ("all_gather", 1, lambda n: n - 1),
-    "allgather_": ("all_gather", 1, lambda n: n - 1),
-    "allgather_coalesced_": ("all_gather", 1, lambda n: n - 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1, lambda n: n - 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
-    "reduce_scatter_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1, lambda n: (n - 1) / n),
-    "alltoall_base_": ("all_to_all", 1, lambda n: (n - 1) / n),
-    "alltoall_": ("all_to_all", 1, lambda n: (n - 1) / n),
-    "broadcast_": ("broadcast", 0, lambda n: (n - 1) / n),
-    "reduce_": ("reduce", 0, lambda n: (n - 1) / n),
-    "gather_": ("gather", 1, lambda n: (n - 1) / n),
-    "scatter_": ("scatter", 0, lambda n: (n - 1) / n),
-    "all_reduce": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "all_reduce_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "all_reduce_coalesced": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "all_reduce_coalesced_": ("all_reduce", 0, lambda n: 2 * (n - 1) / n),
-    "all_gather_into_tensor_coalesced": ("all_gather", 0, lambda n: n - 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0, lambda n: (n - 1) / n),
-    "all_gather_into_tensor": ("all_gather", 0, lambda n: n - 1),
-    "all_gather_into_tensor_out": ("all_gather", 0, lambda n: n - 1),
-    "reduce_scatter_tensor": ("reduce_scatter", 0, lambda n: (n - 1) / n),
-    "reduce_scatter_tensor_out": ("reduce_scatter", 0, lambda n: (n - 1) / n),
-    "all_to_all_single": ("all_to_all", 0, lambda n: (n - 1) / n),
-    "broadcast": ("broadcast", 0, lambda n: (n - 1) / n),
-    "send": ("send", 0, lambda n: 1),
+    op: (kind, payload, factor)
+    for kind, payload, factor, ops in (
+        ("all_reduce", 0, lambda n: 2 * (n - 1) / n, "allreduce_ allreduce_coalesced_ all_reduce all_reduce_"),
+        ("all_reduce", 0, lambda n: 2 * (n - 1) / n, "all_reduce_coalesced all_reduce_coalesced_"),
+        ("all_gather", 1, lambda n: n - 1, "_allgather_base_ allgather_ allgather_coalesced_"),
+        ("all_gather", 1, lambda n: n - 1, "allgather_into_tensor_coalesced_"),
+        ("all_gather", 0, lambda n: n - 1, "all_gather_into_tensor all_gather_into_tensor_out"),
+        ("all_gather", 0, lambda n: n - 1, "all_gather_into_tensor_coalesced"),
+        ("reduce_scatter", 1, lambda n: (n - 1) / n, "_reduce_scatter_base_ reduce_scatter_"),
+        ("reduce_scatter", 1, lambda n: (n - 1) / n, "reduce_scatter_tensor_coalesced_"),
+        ("reduce_scatter", 0, lambda n: (n - 1) / n, "reduce_scatter_tensor reduce_scatter_tensor_out"),
+        ("reduce_scatter", 0, lambda n: (n - 1) / n, "reduce_scatter_tensor_coalesced"),
+        ("all_to_all", 1, lambda n: (n - 1) / n, "alltoall_base_ alltoall_"),
+        ("all_to_all", 0, lambda n: (n - 1) / n, "all_to_all_single"),
+        ("broadcast", 0, lambda n: (n - 1) / n, "broadcast_ broadcast"),
+        ("reduce", 0, lambda n: (n - 1) / n, "reduce_"),
+        ("gather", 1, lambda n: (n - 1) / n, "gather_"),
+        ("scatter", 0, lambda n: (n - 1) / n, "scatter_"),
+        ("send", 0, lambda n: 1, "send"),
+    )
+    for op in ops.split()
 }
 
 

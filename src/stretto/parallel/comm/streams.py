@@ -19,7 +19,6 @@ class ReductionStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
         self.index = device.index if device.type == "cuda" else None
         self.handle: int | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -33,7 +32,7 @@ class ReductionStream:
         if self.index is None or torch._C._cuda_getCurrentRawStream(self.index) == self.handle:
             return False
         if self._stream is None:  # a part of the model was called alone
-            self.follow(torch.cuda.current_stream(self._device))
+            self.follow(torch.cuda.current_stream(self.index))
             return False
         return True
 
@@ -43,7 +42,7 @@ class ReductionStream:
         Their memory is not used again before this stream has read it.
         """
         assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.index))
         for gradient in gradients:
             gradient.record_stream(self._stream)
         return torch.cuda.stream(self._stream)
@@ -51,7 +50,7 @@ class ReductionStream:
     def join(self) -> None:
         """Have the current stream wait for this one."""
         if self.is_elsewhere() and self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            torch.cuda.current_stream(self.index).wait_stream(self._stream)
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:

@@ -106,12 +106,6 @@ class ExpertsPlan:
     reduce: ExpertReduce
     is_first_of_x: bool
 
-    @property
-    def adds_bias(self) -> bool:
-        """True if the second product's bias is added here: only one of the ranks whose products are summed later."""
-        is_part = self.flow.gather_over is not None or self.flow.sum_tokens_over is not None
-        return self.is_first_of_x or not is_part
-
     def kept_of_output(self) -> str | None:
         """As what recomputation keeps the first thing that `combine` sends; None if it needs the rows themselves."""
         if self.reduce == "rank":
@@ -379,7 +373,9 @@ class ParallelExperts(ShardedModule):
         if f"{name}_bias" not in self._bias_scales:
             return rows
         bias = biases[list(self._bias_scales).index(f"{name}_bias")].to(rows.dtype)
-        return AddBias.apply(rows, bias, offsets, name == self._up or self.plan.adds_bias)
+        flow = self.plan.flow
+        is_part = name != self._up and (flow.gather_over is not None or flow.sum_tokens_over is not None)
+        return AddBias.apply(rows, bias, offsets, self.plan.is_first_of_x or not is_part)
 
     def _known(self, ids: Tensor) -> Tensor:
         """The choices, with those that were dropped, whose weights are 0, divided evenly among the experts."""

@@ -248,11 +248,6 @@ class LinearPlan:
             pending.wait()
         return pending, gradient
 
-    def gather_gradient(self, gradient: Tensor) -> Tensor:
-        """The output's gradient of all tokens."""
-        edge = self.output_edge
-        return edge.gather(gradient) if isinstance(edge, ShardedTokens) else gradient
-
     # What `stretto.parallel.fp8` does in another way. A right operand is [k, n]; left ones are as `left_operand`,
     # `gradient_operand` and `gather` make them.
 
@@ -474,8 +469,8 @@ class _Linear3D(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             matrix = plan.matrix(plan.weight_for_backward(rows, ctx.parameter, ctx.version, scale))
             pending, whole = plan.start_input_gradient(gradient, matrix, wants_weight=wants_weight)
-        elif wants_weight:
-            whole = plan.gather_gradient(gradient)
+        elif wants_weight and isinstance(plan.output_edge, ShardedTokens):
+            whole = plan.output_edge.gather(gradient)
         if wants_weight:
             plan.make_weight_gradient(ctx.parameter, plan.restore(x, x_scale), whole)
         if ctx.has_bias and ctx.needs_input_grad[2]:

@@ -98,12 +98,10 @@ class NCCLTransport(GlooTransport):
         """
         link = self._links.get((source, destination))
         if link is None:
-            link = self._links[source, destination] = self._make_link(source, destination)
+            store = dist.PrefixStore(f"{self._topic} nccl {source} {destination}", self._store)
+            link = _NCCLLink(store, 0 if self.rank == source else 1, self.device)
+            self._links[source, destination] = link
         return link
-
-    def _make_link(self, source: int, destination: int) -> "_NCCLLink":
-        store = dist.PrefixStore(f"{self._topic} nccl {source} {destination}", self._store)
-        return _NCCLLink(store, 0 if self.rank == source else 1, self.device)
 
     def _break(self) -> None:
         super()._break()

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def contradictions(config: "TrainConfig") -> list[str]:
     """Check the rules between options. Returns a message for each rule that is broken."""
     checks = (
-        _check_sizes, _check_run, _check_fp8, _check_ramp, _check_invariance, _check_copies, _check_state,
-        _check_pruning, _check_pipeline, _check_reshard, _check_graph, _check_data,
+        _check_sizes, lambda each: contradictions_of_run(each.train), _check_fp8, _check_ramp, _check_invariance,
+        _check_copies, _check_state, _check_pruning, _check_pipeline, _check_reshard, _check_graph, _check_data,
     )  # fmt: skip
     return [problem for check in checks for problem in check(config)]
 
@@ -68,10 +68,6 @@ def _check_sizes(config: "TrainConfig") -> Iterator[str]:
                 f"{option} and {loss} is {getattr(model, loss.partition('.')[2])!r}, a loss over each sequence, but a "
                 "rank would have only a part of each sequence; model.balance='switch' would do"
             )
-
-
-def _check_run(config: "TrainConfig") -> Iterator[str]:
-    return contradictions_of_run(config.train)
 
 
 def _check_fp8(config: "TrainConfig") -> Iterator[str]:
