@@ -2,6 +2,7 @@
 """Chooses by timing which of torch's kernels computes attention: cuDNN's, flash or memory-efficient."""
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ REPEATS = 5
 # A kernel must take at most this part of the time of torch's choice to replace it: they round differently, and the
 # noise of timing must not decide on a run's bits.
 MARGIN = 0.9
+_OTHER_LENGTH = 128  # positions by which timed calls are shorter than the model's, or longer than short ones
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ class AttentionTuner:
 def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device) -> float:
     """The median seconds of a forward and a backward pass; infinite where the kernel does not take the call.
 
-    It is timed for one sequence more: torch keeps cuDNN's graph of a backward pass by shapes and the strides of
+    It is timed for somewhat other lengths: torch keeps cuDNN's graph of a backward pass by shapes and the strides of
     queries, keys and values, and would compute the model's own gradients, of other strides than these, by it.
     """
+    more = -_OTHER_LENGTH if min(shape[-2] for shape in call.shapes) > 2 * _OTHER_LENGTH else _OTHER_LENGTH
     query, key, value = (
-        _make_operand(shape, stride, call.dtype, device).requires_grad_()
+        _make_operand((*shape[:-2], shape[-2] + more, shape[-1]), stride, call.dtype, device).requires_grad_()
         for shape, stride in zip(call.shapes, call.strides, strict=True)
     )
 
@@ -93,9 +96,8 @@ def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device)
             return float("inf")
 
 
-def _make_operand(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers of the shape, with one more in the first dimension, and dimensions in the order of the strides."""
+def _make_operand(shape: Sequence[int], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Draw numbers whose dimensions are in the order of the strides."""
     order = sorted(range(len(shape)), key=strides.__getitem__, reverse=True)
-    whole = torch.Size((shape[0] + 1, *shape[1:]))
-    dense = torch.randn([whole[dim] for dim in order], dtype=dtype, device=device)
+    dense = torch.randn([shape[dim] for dim in order], dtype=dtype, device=device)
     return dense.permute([order.index(dim) for dim in range(len(shape))])
