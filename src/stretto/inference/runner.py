@@ -68,7 +68,7 @@ def _pad(numbers: list[int]) -> list[int]:
 
 
 class _StepNumbers(NamedTuple):
-    """What `HostStep` describes, on the device: int64, but lengths and starts, which are int32."""
+    """Holds what `HostStep` describes, on the device: int64, but lengths and starts, which are int32."""
 
     lengths: Tensor
     starts: Tensor

@@ -235,7 +235,7 @@ class PartTotals(NamedTuple):
         )
 
     def sums_of(self, ends: "PartTotals", buckets: GradientBuckets) -> tuple[int, float, float]:
-        """How many messages sum the gradients over data; seconds of those of blocks, and of those of their `ends`."""
+        """Return how many messages sum gradients over data, and seconds of those of blocks and of those of `ends`."""
         messages, seconds = buckets.total(self.gradients)
         mine, outside = (sum([each.gradient_bytes for each in of]) for of in (self.gradients, ends.gradients))
         of_ends = seconds * outside / mine if mine else 0.0

@@ -381,3 +381,32 @@ def test_gradients_of_others_keys_are_made_on_a_stream_that_is_joined_beside_tho
     for difference, events in ranks(2).run(order_beside):
         assert difference < 1e-10
         assert events == f"{forward} {backward}"
+
+
+def note_layouts():
+    """Strides of the results and gradients that kernels are given, for gradients of three layouts."""
+    found, differentiate = [], one_rank.differentiate
+
+    def note(grad, q, k, v, out, *others):
+        found[-1].add((grad.stride(), out.stride()))
+        return differentiate(grad, q, k, v, out, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_rank, "differentiate", note)
+        for lay_out in (
+            torch.Tensor.contiguous,
+            lambda grad: grad.transpose(1, 2).contiguous().transpose(1, 2),
+            lambda grad: grad.transpose(0, 3).contiguous().transpose(0, 3),
+        ):
+            found.append(set())
+            q, k, v, _, grad = draw_whole(Case(), Case().length)
+            out = ops.context_attention(*(each.requires_grad_() for each in (q, k, v)), causal=True, layout="zigzag")
+            out.backward(lay_out(grad))
+    return found
+
+
+def test_kernels_are_given_gradients_in_one_layout_whatever_the_callers(ranks):
+    """torch keeps cuDNN's graphs of backward passes by the layouts of queries, keys and values alone."""
+    for first, *others in ranks(2).run(note_layouts):
+        assert first
+        assert others == [first, first]

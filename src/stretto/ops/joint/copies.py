@@ -16,7 +16,7 @@ from stretto.collectives.joint.schedule import INPUT, NOBODY, NOWHERE, OUTPUT, D
 
 
 class Sums(NamedTuple):
-    """How a reduction's sums are formed, in `out` and among landed rows.
+    """Describes how a reduction's sums are formed, in `out` and among landed rows.
 
     counters, targets: the product's tiles of a channel are stored once its counter reaches its target. has_last: the
     last move follows the product and the other moves on the current stream. add: launches the sum of its first

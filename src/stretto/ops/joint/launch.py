@@ -379,9 +379,9 @@ def require_verified(joint: JointSchedule) -> JointSchedule:
 
 @lru_cache(maxsize=256)
 def count_signals(joint: JointSchedule, capacity: int, rank: int, signals: int = 1) -> Tensor:
-    """How often ranks signal each other, as `BlockChannel.begin` takes it, but on the CPU; without a product's tiles.
+    """Count how often ranks signal each other, without a product's tiles, as `BlockChannel.begin` takes it.
 
-    signals: of a move to each destination.
+    The counts are on the CPU. signals: of a move to each destination.
     """
     near = joint.list_near(rank)
     counts = torch.zeros(2, len(near), capacity, dtype=torch.int32, device="cpu")
