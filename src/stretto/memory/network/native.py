@@ -86,7 +86,7 @@ class NativeProxy:
 
     LONGEST_PAUSE: float | None = 0.02
     SENDS_APART = len(os.sched_getaffinity(0)) >= _CORES_TO_SEND_APART
-    """Return True if a second thread sends what kernels put much of."""
+    """True on machines where a second thread sends what kernels put much of."""
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = load_library()
