@@ -156,8 +156,10 @@ def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.dev
                 ):
                     found[f"{size} samples"] = _time(run, setting, device)
                     for channel in list_put_channels(members.group_name):
-                        if isinstance(proxy := channel._endpoint.proxy, NativeProxy):
+                        proxies = [proxy for proxy in channel._endpoint.lanes if isinstance(proxy, NativeProxy)]
+                        for proxy in proxies:
                             proxy.drop_payloads(True)
+                        if proxies:
                             found[f"{size} samples, bytes dropped"] = _time(run, setting, device)
         ops.check_indices(members)
         close_workspaces(members.group_name)

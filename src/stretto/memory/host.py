@@ -253,7 +253,7 @@ class HostMemory(SymmetricMemory):
         """Check whether the peer's process has ended, or is lost. What it wrote and signalled before remains valid."""
         if self._pads[peer] is None:
             assert self.endpoint is not None
-            return self.endpoint.proxy.failure(peer) is not None
+            return self.endpoint.failure(peer) is not None
         return self._processes is not None and self._processes[peer].has_ended()
 
     def wait(self, peer: int, index: int, target: int, timeout: float) -> None:

@@ -39,7 +39,7 @@ class PutChannel:
         self.slots, self.slot_bytes, self.slices, self.device = slots, slot_bytes, slices, device
         self._memory = memory
         self._endpoint = memory.endpoint
-        pinned = self._pinned = PinnedPuts(memory, device)
+        pinned = self._pinned = PinnedPuts(memory, device, by_lanes=True)
         state = make_state(0, device)
         self.limit = WaitLimit(state, timeout)
         self._operators: list[str] = []
@@ -54,6 +54,7 @@ class PutChannel:
             tl.constexpr(slot_bytes),
             tl.constexpr(slices),
             tl.constexpr(CAPACITY),
+            tl.constexpr(pinned.lanes),
             memory.region,
         )
         self._tensors = (
@@ -133,14 +134,14 @@ class PutChannel:
             self._operators.append(operator)
             self._described[operator] = Puts(*self._arguments, len(self._operators) - 1, *self._tensors)
         self.limit.begin_call()
-        self._endpoint.proxy.wake()
+        self._pinned.wake()
         return self._described[operator]
 
     @property
     def kind(self) -> Hashable:
         """Everything about `begin`'s result that a kernel is compiled for, for the key of a launch."""
         numbers = map(kind_of, (self.rank, self._memory.region))
-        return self.world_size, self.slots, self.slot_bytes, self.slices, *numbers
+        return self.world_size, self.slots, self.slot_bytes, self.slices, self._pinned.lanes, *numbers
 
     def check(self) -> None:
         """Raise PeerError if a wait of this process has failed, or a peer can be put to no more."""
@@ -182,8 +183,9 @@ class PutChannel:
         return self._memory.buffer()
 
     def break_connection(self, peer: int) -> None:
-        """Break the connection to a peer of another node, for tests: it is opened again, and nothing is lost."""
-        self._endpoint.proxy.break_connection(peer)
+        """Break the connections to a peer of another node, for tests: they are opened again, and nothing is lost."""
+        for proxy in self._endpoint.lanes:
+            proxy.break_connection(peer)
 
     def close(self) -> None:
         """Free the memory; no kernel of this channel may still be running."""
@@ -210,7 +212,7 @@ def _describe_failure(endpoint: Endpoint, operators: Sequence[str], words: Seque
         OF_CREDIT.value: f"the credit of slot {tile} of",
         OF_FIFO.value: "room in the proxy's FIFO, to put to",
     }[kind]
-    why = endpoint.proxy.failure(peer)
+    why = endpoint.failure(peer)
     return (
         f"{endpoint.describe(endpoint.rank)}: {operators[operator]}: waited in vain for {what} "
         f"{endpoint.describe(peer)}, {failures.read_limit(words):g} s: its counter is at {seen}, the target is "

@@ -29,13 +29,14 @@ class Puts(NamedTuple):
     """Kernel argument: a `PutChannel` in one call; made by `PutChannel.begin`.
 
     rank, world: this rank and the number of ranks. slots, slot_bytes: slots for each peer and direction. slices:
-    signals of slices, for each pair of ranks; as many credits as slots follow them. capacity: of the FIFO. region: the
-    buffer's number, in its place in a descriptor. operator: its number in the failure record.
+    signals of slices, for each pair of ranks; as many credits as slots follow them. capacity: of a FIFO. lanes: FIFOs,
+    each with a proxy and connections of its own; a signal always goes by the same. region: the buffer's number, in its
+    place in a descriptor. operator: its number in the failure record.
     In pinned memory: signals, int32 [world, slices + slots], what each rank has counted up here; buffer, uint8, the
-    slots of arriving slices, [world, slots, slot_bytes], then those of outgoing ones; fifo, int64 [capacity, 4]; tail,
-    int64 [1].
-    In device memory: tickets, int64 [2], the next ticket and the tail that was seen last; used, int32 [world, slots],
-    how often each slot was put; taken, int32 [world, slices], how many slices of each signal were taken.
+    slots of arriving slices, [world, slots, slot_bytes], then those of outgoing ones; fifo, int64 [lanes, capacity,
+    4]; tail, int64 [lanes].
+    In device memory: tickets, int64 [lanes, 2], the next ticket and the tail that was seen last; used, int32 [world,
+    slots], how often each slot was put; taken, int32 [world, slices], how many slices of each signal were taken.
     state, report, failed, begun_in_kernel: of waits, as in `Channel`.
     """
 
@@ -45,6 +46,7 @@ class Puts(NamedTuple):
     slot_bytes: Any
     slices: Any
     capacity: Any
+    lanes: Any
     region: Any
     operator: Any
     signals: Any
@@ -108,7 +110,7 @@ def wait_slice(puts, peer, signal):  # type: ignore[no-untyped-def]
     """Wait until the next slice with `signal` has come from `peer`; returns the opaque zero, to be added to its loads.
 
     A signal is waited for by one program of a launch. Order: acquire at system scope of the counter, which the proxy
-    stores after the slice's bytes, and after all bytes that the peer put before.
+    stores after the slice's bytes, and after all bytes that the peer put before with this signal.
     """
     taken = tl.atomic_add(puts.taken + peer * puts.slices + signal, 0, sem="relaxed", scope="gpu")
     word = peer * (puts.slices + puts.slots) + signal
@@ -141,11 +143,12 @@ def _post(puts, peer, signal, source, there, size):  # type: ignore[no-untyped-d
     Order: three words are stored, then the first one is exchanged with release at system scope, by the same thread.
     Each has the phase of the ticket's lap, by which the proxy sees that it is new.
     """
-    ticket = tl.atomic_add(puts.tickets, 1, sem="relaxed", scope="gpu")
-    _await_room(puts, ticket, peer)
+    lane = signal % puts.lanes
+    ticket = tl.atomic_add(puts.tickets + 2 * lane, 1, sem="relaxed", scope="gpu")
+    _await_room(puts, lane, ticket, peer)
     lap = ticket // puts.capacity
     phase = ((lap & 1) ^ 1) << 63
-    words = puts.fifo + (ticket % puts.capacity) * _WORDS
+    words = puts.fifo + (lane * puts.capacity + ticket % puts.capacity) * _WORDS
     head = (tl.cast(peer, tl.int64) << _PEER_SHIFT) | (tl.cast(signal, tl.int64) << _SIGNAL_SHIFT) | puts.operator
     region = tl.cast(puts.region, tl.int64) << _OFFSET_BITS
     publishes = may_publish(puts)
@@ -156,19 +159,20 @@ def _post(puts, peer, signal, source, there, size):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _await_room(puts, ticket, peer):  # type: ignore[no-untyped-def]
+def _await_room(puts, lane, ticket, peer):  # type: ignore[no-untyped-def]
     """Wait until the proxy has read the descriptor whose place the ticket takes.
 
     The tail that some program saw last is in device memory; the proxy's own, in pinned memory, is read only if the FIFO
     looks full by that one. Atomics give all threads of the block the same value.
     """
-    tail = tl.atomic_add(puts.tickets + 1, 0, sem="relaxed", scope="gpu")
+    seen = puts.tickets + (2 * lane + 1)
+    tail = tl.atomic_add(seen, 0, sem="relaxed", scope="gpu")
     began = tl.cast(0, tl.int64)
     looks = 0
     waits = ticket - tail >= puts.capacity
     while waits:
-        tail = tl.atomic_add(puts.tail, 0, sem="acquire", scope="sys")
-        tl.atomic_max(puts.tickets + 1, tail, sem="relaxed", scope="gpu")
+        tail = tl.atomic_add(puts.tail + lane, 0, sem="acquire", scope="sys")
+        tl.atomic_max(seen, tail, sem="relaxed", scope="gpu")
         waits = ticket - tail >= puts.capacity
         looks += 1
         if waits & (looks % READS_PER_CLOCK == 0):

@@ -98,7 +98,7 @@ def test_tiles_load_by_tma_after_their_wait_and_spill_nothing(is_gather, blocks,
 def make_puts():
     """The puts of a group of WORLD ranks, with four slots for each of 16 movers."""
     words, numbers = torch.zeros(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int64)
-    constants = [tl.constexpr(number) for number in (WORLD, 64, 32768, 64, 1024)]
+    constants = [tl.constexpr(number) for number in (WORLD, 64, 32768, 64, 1024, 4)]
     octets = torch.zeros(64, dtype=torch.uint8)
     return Puts(0, *constants, 3, 0, words, octets, numbers, numbers, numbers, *[words] * 5)
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group's endpoint on this rank: its proxy, its regions, and the FIFO by which the host puts."""
+"""A group's endpoint on this rank: its proxies, its regions, and the FIFO by which the host puts."""
 
 import logging
 import os
 import secrets
 import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -32,12 +33,14 @@ _CLOSING_SECONDS = 2.0
 
 
 class _Address(NamedTuple):
-    """A rank's description of itself for the others: its node, its NIC, where it listens, rank 0's token, a refusal."""
+    """A rank's description of itself for the others: its node, its NIC, where its lanes' proxies listen, how many
+    lanes it has cores for, rank 0's token, a refusal."""
 
     node: str
     nic: str
     host: str
-    port: int
+    ports: tuple[int, ...]
+    lanes: int
     token: bytes
     refusal: str
 
@@ -45,7 +48,9 @@ class _Address(NamedTuple):
 class Endpoint:
     """This rank's end of all puts of a group; made by `find_endpoint`.
 
-    nodes: of each rank, its node's number. Only one thread may put at a time.
+    nodes: of each rank, its node's number. Only one thread may put at a time. lanes: proxies, which all know all
+    regions; `proxy` is the first one, by which the host puts. What goes by one lane has no order with what goes by
+    another.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, nodes: Sequence[str], timeout: float) -> None:
@@ -57,39 +62,42 @@ class Endpoint:
         self._local_regions = LOCAL_REGIONS
         self._lock = threading.Lock()
         token = secrets.token_bytes(TOKEN_BYTES)
-        make: Callable[[int, int, bytes, str, float], Proxy | NativeProxy] | None = None
+        make: type[Proxy] | type[NativeProxy] | None = None
+        lanes = 1
         interface, refusal = NetworkInterface("", ""), ""
         try:  # here, so that all ranks learn what is wrong on one, and wait for one that compiles
             make = choose_proxy()
+            lanes = make.count_lanes(sum(name == nodes[self.rank] for name in nodes))
             interface = find_interface(is_one_machine=len({name.partition(" node ")[0] for name in nodes}) == 1)
         except (ValueError, OSError, CompilerError) as error:
             refusal = str(error)
         # The token is rank 0's. Listeners open once all ranks know it, and nobody connects before the second exchange.
-        offers = exchange(_Address("", interface.name, "", 0, token, refusal), group, timeout, _Address)
+        offers = exchange(_Address("", interface.name, "", (), lanes, token, refusal), group, timeout, _Address)
         _require_willing(offers)
         assert make is not None
-        proxy: Proxy | NativeProxy | None = None
-        host, port = "", 0
+        proxies: list[Proxy | NativeProxy] = []
+        lanes = min(offer.lanes for offer in offers)
         try:
-            proxy = make(self.rank, self.world, offers[0].token, interface.address, self.timeout)
-            host, port = proxy.address
+            while len(proxies) < lanes:
+                proxies.append(make(self.rank, self.world, offers[0].token, interface.address, self.timeout))
         except OSError as error:
             refusal = str(error)
         try:
-            own = _Address(nodes[self.rank], interface.name, host, port, b"", refusal)
+            ports = tuple(proxy.address[1] for proxy in proxies)
+            host = interface.address
+            own = _Address(nodes[self.rank], interface.name, host, ports, lanes, b"", refusal)
             addresses = exchange(own, group, timeout, _Address)
             _require_willing(addresses)
         except BaseException:
-            if proxy is not None:
+            for proxy in proxies:
                 proxy.close(0.0)
             raise
-        assert proxy is not None
-        self.proxy = proxy
+        self.lanes, self.proxy = tuple(proxies), proxies[0]
         self.nics = tuple(address.nic for address in addresses)
-        here = nodes[self.rank]
-        far = {peer: (one.host, one.port) for peer, one in enumerate(addresses) if one.node != here}
+        far = {peer: one for peer, one in enumerate(addresses) if one.node != nodes[self.rank]}
         with pinned_near(interface.name):
-            self.proxy.connect(far)
+            for lane, proxy in enumerate(proxies):
+                proxy.connect({peer: (one.host, one.ports[lane]) for peer, one in far.items()})
         self._fifo = Fifo.allocate()
         self.proxy.add_fifo(self._fifo, False)
 
@@ -99,7 +107,8 @@ class Endpoint:
         if number == LOCAL_REGIONS:
             raise RuntimeError(f"a group has up to {LOCAL_REGIONS} regions in its life: make a new group")
         self._regions += 1
-        self.proxy.add_region(PutRegion(number, whole, pad_bytes, signals, near))
+        for proxy in self.lanes:
+            proxy.add_region(PutRegion(number, whole, pad_bytes, signals, near))
         return number
 
     def add_source(self, memory: Tensor) -> int:
@@ -112,7 +121,8 @@ class Endpoint:
     def remove_region(self, number: int) -> None:
         """Forget a region or a source, once what was put from it has arrived."""
         self._fifo.wait_until_read(_CLOSING_SECONDS)
-        self.proxy.remove_region(number, self.timeout)
+        for proxy in self.lanes:
+            proxy.remove_region(number, self.timeout)
 
     def put(self, put: Put) -> None:
         """Post a put of any size; its signal comes after all of its bytes. PeerError if the peer is lost."""
@@ -133,17 +143,22 @@ class Endpoint:
 
     def check(self, peer: int) -> None:
         """PeerError if the peer cannot be reached any more; it names both ranks, their nodes and NICs, and why."""
-        why = self.proxy.failure(peer)
-        if why is not None:
+        if (why := self.failure(peer)) is not None:
             raise PeerError(f"{self.describe(self.rank)} has lost {self.describe(peer)}: {why}")
+
+    def failure(self, peer: int) -> str | None:
+        """Why a lane cannot reach the peer, or is broken; None as long as all can."""
+        return next((why for proxy in self.lanes if (why := proxy.failure(peer)) is not None), None)
 
     def describe(self, rank: int) -> str:
         return f"rank {rank} of {self.world} (node {self.nodes[rank]}, NIC {self.nics[rank]})"
 
     def close(self) -> None:
-        """End the proxy, once all that was put has arrived, or after two seconds."""
+        """End the proxies, once all that was put has arrived, or after two seconds."""
         self._fifo.wait_until_read(_CLOSING_SECONDS)
-        self.proxy.close(_CLOSING_SECONDS)
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for proxy in self.lanes:
+            proxy.close(max(deadline - time.monotonic(), 0.0))
 
 
 _endpoints: "weakref.WeakKeyDictionary[dist.ProcessGroup, Endpoint]" = weakref.WeakKeyDictionary()
@@ -166,7 +181,7 @@ def _require_willing(offers: Sequence[_Address]) -> None:
             raise ValueError(f"rank {peer} cannot put to other nodes: {offer.refusal}")
 
 
-def choose_proxy() -> Callable[[int, int, bytes, str, float], Proxy | NativeProxy]:
+def choose_proxy() -> type[Proxy] | type[NativeProxy]:
     """The proxy that STRETTO_PROXY names, or the native one where it can be compiled and loaded.
 
     Raises ValueError for another name; CompilerError and OSError for "native" where that cannot be.

@@ -19,6 +19,7 @@ from stretto.native_code import NativeLibrary
 
 _FAILURE_BYTES = 512
 _CORES_TO_SEND_APART = 4  # on two, another thread only takes the first one's place
+_MOST_LANES = 4
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "proxy_open": (
         ctypes.c_void_p,
@@ -87,6 +88,12 @@ class NativeProxy:
     LONGEST_PAUSE: float | None = 0.02
     SENDS_APART = len(os.sched_getaffinity(0)) >= _CORES_TO_SEND_APART
     """True on machines where a second thread sends what kernels put much of."""
+
+    @staticmethod
+    def count_lanes(ranks_here: int) -> int:
+        """How many proxies carry what a rank's kernels put, on a machine with so many of the group's ranks: each has a
+        connection a peer and up to two threads, which copy 3 GB/s a way where sockets take more."""
+        return min(max(len(os.sched_getaffinity(0)) // (_CORES_TO_SEND_APART * ranks_here), 1), _MOST_LANES)
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = load_library()

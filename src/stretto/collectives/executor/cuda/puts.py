@@ -99,7 +99,7 @@ class SchedulePuts:
     def begin(self) -> None:
         """Wake the proxy for a call. PeerError if a rank is lost."""
         self._pinned.check()
-        self._pinned.endpoint.proxy.wake()
+        self._pinned.wake()
 
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer of another node, for tests: it is opened again, and nothing is lost."""
@@ -108,5 +108,5 @@ class SchedulePuts:
     def describe(self, rank: int) -> str:
         """Name a rank with its node and NIC, and what the proxy knows of it."""
         endpoint = self._pinned.endpoint
-        why = None if rank == endpoint.rank else endpoint.proxy.failure(rank)
+        why = None if rank == endpoint.rank else endpoint.failure(rank)
         return f"{endpoint.describe(rank)}{f', of which the proxy says: {why};' if why else ''}"
