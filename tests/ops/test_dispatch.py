@@ -60,6 +60,18 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
         assert default_config(call_of(operator, 64), Machine(108, False, False))[0] == LIBRARY
 
 
+def test_more_rows_than_few_are_summed_by_a_schedule_and_of_one_rank_by_the_library():
+    call = call_of("matmul_all_reduce", 4096)
+    for tried in (default_config(call, HOPPER)[0], *vary_blocks(call, HOPPER)):
+        assert (tried.implementation, tried.exchange, tried.transfer) == ("kernel", "tiles", "copies")
+    alone, why = default_config(call._replace(world=1), HOPPER)
+    assert alone == LIBRARY
+    assert "one rank" in why
+    assert default_config(call._replace(m=4, world=1), HOPPER)[1].startswith("nothing was measured")
+    packets = [one.shots for one in vary_transfers(call._replace(m=128), HOPPER, tried) if one.exchange == "packets"]
+    assert packets == [1, 2]
+
+
 def test_gathered_rows_are_returned_by_copies_alone_whatever_was_asked_for():
     call = call_of("all_gather_matmul", 512)._replace(returns_gathered=True)
     assert call.name.startswith("all_gather_matmul_gathered m=512 ")

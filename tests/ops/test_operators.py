@@ -156,7 +156,8 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 @pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "plan", ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "auto"]
+    "plan",
+    ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "odd tiles, copies", "auto"],
 )
 @pytest.mark.parametrize(
     "case",
@@ -165,9 +166,10 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
         (3, (3, 41, 33), torch.float32, True, True),
         (2, (16, 65, 40), torch.float16, False, False),
         (2, (36, 50, 24), torch.bfloat16, True, True),
+        (3, (100, 40, 33), torch.float16, False, True),
     ],
 )
-def test_few_rows_are_summed_equally_on_all_ranks(interpret, case, plan):
+def test_sums_are_equal_on_all_ranks(interpret, case, plan):
     ranks, shape, dtype, *rest = case
     results = interpret(ranks, multiply_and_reduce, shape, dtype, *rest, plan)
     for error, bits, is_same, ran in results:

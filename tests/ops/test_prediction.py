@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from stretto.ops.config import GemmProblem, Machine, default_kernels
+from stretto.ops.config import LIBRARY, GemmProblem, Machine, default_config, default_kernels
 from stretto.ops.gemm import Blocks
 from stretto.ops.joint.launch import count_piece_rows
 from stretto.ops.prediction import (
@@ -150,6 +150,23 @@ def test_the_constants_predict_nine_of_ten_choices_of_each_machine(machines):
         assert distance(rows, FITTED) < (0.08 if name == "fp8" else 0.04)
 
 
+def test_an_all_reduce_of_many_rows_is_predicted_within_a_sixth_and_chosen_where_it_was_faster():
+    """Llama 3.1 8B's, as `python -m lab joint-schedules` has measured two shots' schedule beside the library."""
+    found = json.loads((RESULTS / "joint-schedules" / "joint-schedules-2.json").read_text())["rows"]
+    found = [row for row in found if row["operator"] == "reduce"]
+    assert len(found) == 4
+    for row in found:
+        problem = GemmProblem(NAMES["reduce"], row["m"], 4096, 7168, torch.bfloat16, False, 2)
+        (kernel,) = default_kernels(problem, Machine(132, True, True, H200)).values()
+        assert kernel.exchange == "tiles"
+        call = GemmCall(*problem[:4], 2, 2)
+        times = predict_library(call, H200), predict_kernel(call, H200, 132, kernel.blocks, "copies")
+        assert times[0] == pytest.approx(row["default"] / 1e3, rel=0.15)
+        assert times[1] == pytest.approx(row["direct"] / 1e3, rel=0.17)
+        config, _ = default_config(problem, Machine(132, True, True, H200))
+        assert config == (kernel if row["direct"] < row["default"] else LIBRARY)
+
+
 def test_slow_links_and_few_programs_make_a_kernel_slower_than_the_library():
     call, blocks = GemmCall("all_gather_matmul", 512, 12288, 12288, 2, 4), Blocks(*WIDE)
     times = [predict_kernel(call, H100, 132, blocks._replace(programs=count), "programs") for count in (132, 99)]
@@ -175,6 +192,7 @@ def test_the_sum_of_one_rank_takes_the_library_no_time():
         ("matmul_reduce_scatter", 4096, 5504, 450e9, 1),
         ("matmul_reduce_scatter", 4096, 2752, 450e9, 2),  # whose sums take longer than the last wave
         ("matmul_reduce_scatter", 4096, 2752, 200e9, 4),
+        ("matmul_all_reduce", 4096, 5504, 450e9, 4),  # its sums' last piece comes after the product
     ],
 )
 def test_copy_engines_transfer_in_no_more_pieces_than_hide_them(operator, n, k, link, pieces):

@@ -18,7 +18,7 @@ GATHERS = ["copies", "pushes", "unshifted", "wide, pushes", "auto", "library"]
 
 SCATTERS = ["tiles", "copies", "packets", "wide", "auto", "library"]
 
-REDUCES = ["one shot", "two shots", "wide, two shots", "shared", "tiles", "auto", "library"]
+REDUCES = ["one shot", "two shots", "wide, two shots", "shared", "tiles", "copies", "auto", "library"]
 
 CASES = [
     (2, (64, 64, 64), ("rows", "rows"), torch.bfloat16, False),

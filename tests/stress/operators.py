@@ -447,8 +447,8 @@ _REDUCES: dict[str, tuple[str, OperatorVariant]] = {
         OperatorVariant("", 1, 4096, 256, TWO_SHOTS._replace(blocks=None), FP32),
     ),
     "tiles": (
-        "many rows: a reduce-scatter by tiles, then the group's own all-gather",
-        OperatorVariant("", 120, 192, 128, PUSH),
+        "many rows: copy engines push what ranks add up, and the sums, by two shots' schedule",
+        OperatorVariant("", 120, 192, 128, COPIES),
     ),
     "one-shot-wide": (
         "one row, n = 4096, default blocks",
@@ -474,6 +474,7 @@ _SCALED: dict[str, tuple[str, str, OperatorVariant]] = {
         OperatorVariant("", 64, 192, 128, COPIES, has_bias=True),
     ),
     "reduce-scatter/packets": ("scatter", "sums travel as packets", OperatorVariant("", 2, 512, 256, PACKETS)),
+    "all-reduce/tiles": ("reduce", "copy engines push tiles, and sums", OperatorVariant("", 64, 192, 128, COPIES)),
     "all-reduce/one-shot": ("reduce", "packets, all ranks send to all", OperatorVariant("", 4, 512, 256, PACKETS)),
     "all-reduce/two-shots": ("reduce", "packets, a chunk's owner adds up", OperatorVariant("", 4, 512, 256, TWO_SHOTS)),
 }
@@ -526,7 +527,6 @@ def _configure(name: str, covers: str, call: OperatorVariant) -> Configuration:
         _find_kernels(call),
         covers,
         partial(OperatorCase, call),
-        takes_graphs=name != "all-reduce/tiles",  # its all-gather may run on the host (gloo)
         takes_halves=name in _IN_HALVES,
         crosses_nodes=call.dtype != FP8 and _crosses_nodes(call),
     )

@@ -253,8 +253,8 @@ def find_refusal(problem: GemmProblem, machine: Machine) -> str:
         return ""
     if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
         return "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
-    if problem.operator == "matmul_all_reduce" and problem.m > FEW_ROWS:
-        return f"it has more than {FEW_ROWS} rows"  # each program would wait for all
+    if problem.operator == "matmul_all_reduce" and problem.m > FEW_ROWS and problem.world == 1:
+        return f"it has more than {FEW_ROWS} rows, and one rank sends none"
     return ""
 
 
@@ -287,7 +287,7 @@ def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelC
     match problem.operator:
         case "matmul_all_reduce":
             if not few:
-                return {"tiles": copying}
+                return {"copies": _size_pieces(copying._replace(piece_bytes=SCATTER_PIECE_BYTES), problem, machine)}
             sums = problem.m * problem.n * max(2, problem.dtype.itemsize)
             more = (problem.world - 1) * sums - 2 * (problem.world - 1) * sums // problem.world
             return {"packets": copying._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)}

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GEMM + all-reduce, for decoding: few rows, one launch (`small_m`), the same bits on all ranks."""
+"""GEMM + all-reduce, the same bits on all ranks: of few rows, for decoding, in one launch (`small_m`), else by `joint`.
+
+Of more rows each rank adds up a share, as copy engines bring it beside the product, and sends the sum on.
+"""
 
 from typing import Any
 
@@ -15,7 +18,6 @@ from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.invariant.matmul import multiply_all_reduce, require_plain
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
-from stretto.ops.matmul_reduce_scatter import launch_scatter
 from stretto.ops.operator import (
     Autograd,
     all_reduce,
@@ -26,7 +28,6 @@ from stretto.ops.operator import (
     find_group,
     find_name,
     flatten_rows,
-    gather_rows,
     require_operands,
     require_out,
     restore_dims,
@@ -129,10 +130,6 @@ def compute_all_reduce(
     if config == LIBRARY:
         total = all_reduce(x @ weight.t(), group)
         return copy_to(out, total if bias is None else total + bias)
-    if config.schedule:
-        out = x.new_empty(m, n) if out is None else out
-        launch_joint("matmul_all_reduce", config, GroupProduct(x, weight, bias, out, group), x.dtype)
-        return out
     return launch_all_reduce(config, x, weight, bias, x.dtype, group, out=out)
 
 
@@ -146,15 +143,17 @@ def launch_all_reduce(
     scales: Scales | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Launch the configuration's kernel; returns the sum, of `dtype`. scales: of fp8 operands. out: where to write."""
-    m, n, world = x.shape[0], weight.shape[0], find_group(group).size()
-    if config.exchange == "tiles" and m % world == 0:  # of many rows each rank adds up its own
-        own = x.new_empty(m // world, n, dtype=dtype)
-        launch_scatter(config, GroupProduct(x, weight, bias, own, group, scales), dtype)
-        return copy_to(out, gather_rows(own, group))
-    out = x.new_empty(m, n, dtype=dtype) if out is None else out
-    form = "one-shot" if config.shots == 1 else "two-shot"
-    small_m.launch("matmul_all_reduce", form, config, GroupProduct(x, weight, bias, out, group, scales), world)
+    """Launch the call by packets or by a schedule, two shots' by default; returns the sum, of `dtype`.
+
+    scales: of fp8 operands. out: where to write.
+    """
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) if out is None else out
+    product = GroupProduct(x, weight, bias, out, group, scales)
+    if config.schedule or config.exchange == "tiles":
+        launch_joint("matmul_all_reduce", config, product, dtype)
+    else:
+        form = "one-shot" if config.shots == 1 else "two-shot"
+        small_m.launch("matmul_all_reduce", form, config, product, find_group(group).size())
     return out
 
 

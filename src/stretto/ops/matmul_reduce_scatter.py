@@ -46,7 +46,7 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.invariant.matmul import multiply_reduce_scatter, require_plain
 from stretto.ops.joint.launch import launch_joint
-from stretto.ops.joint.registry import encode_schedule, name_schedule
+from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
     CHANNELS,
     Autograd,
@@ -371,8 +371,7 @@ def launch_scatter(config: KernelConfig, product: GroupProduct, dtype: torch.dty
     blocks = config.blocks
     assert blocks is not None
     if config.transfer == "copies" and 1 < world <= CHANNELS:  # where there is a channel for each rank
-        direct = name_schedule("matmul_reduce_scatter", "direct-reduce-scatter", "kernel", world)
-        launch_joint("matmul_reduce_scatter", config._replace(schedule=direct), product, dtype)
+        launch_joint("matmul_reduce_scatter", config, product, dtype)
         return
     count = world * divide_up(rows, blocks.m) * divide_up(n, blocks.n)
     stream_k, units = split_last_wave(count, x.shape[1], blocks)

@@ -111,7 +111,9 @@ def predict_kernel(
         # where links are slower than the product, a shard's part of it comes after all transfers.
         step = constants.step + _count_whole(call) / call.world / speeds.link
         waits = min(call.world - 1, divide_up(processors, max(1, count // call.world)) - 1)
-        return max(product + waits * step, (call.world - 1) * step + product / call.world)
+        steps = (call.world - 1) * step
+        sent_again = steps if call.operator == "matmul_all_reduce" else 0.0  # sums, which no product is left to hide
+        return max(product + waits * step, steps + product / call.world) + sent_again
     if exchange == "tiles":
         return product + constants.peer * (call.world - 1) + sent / speeds.link
     if call.operator == "matmul_all_reduce":
@@ -124,7 +126,8 @@ def count_pieces(call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks
 
     Where a shard arrives sooner than the shard before it is multiplied, pieces gain nothing. Where links are slower,
     what is left after the last transfer is one piece's product, but each piece delays the transfers by its signal.
-    Sums are pushed as they are computed, and own ones are added up piece by piece, the last one under the last wave.
+    Sums are pushed as they are computed, and own ones are added up piece by piece, the last one under the last wave. An
+    all-reduce pushes these in turn, of which one piece comes after all else.
     """
     rate, others = _find_rate(call, speeds, FITTED), call.world - 1
     product, part = 2 * call.m * call.n * call.k / rate, _count_whole(call) / call.world
@@ -137,7 +140,10 @@ def count_pieces(call: GemmCall, speeds: Speeds, processors: int, blocks: Blocks
         if call.operator == "all_gather_matmul":
             return max(product, transfers)
         pushed = max(others * shard + sent / pieces, transfers)
-        return max(pushed + sums, product + max(0.0, sums / pieces - wave))
+        added = max(pushed + sums, product + max(0.0, sums / pieces - wave))
+        if call.operator == "matmul_all_reduce":
+            return max(added, transfers + others * sent) + others * (sent / pieces + pieces * _SIGNAL)
+        return added
 
     times = {1 << power: take(1 << power) for power in range(MAX_PIECES.bit_length())}
     return next(pieces for pieces, seconds in times.items() if seconds <= _AS_FAST * min(times.values()))

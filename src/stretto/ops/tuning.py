@@ -17,7 +17,6 @@ from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_g
 from stretto.ops.choices import autotuner, clear_choices, describe_problem, find_agreed, find_machine
 from stretto.ops.config import (
     DIRECTIONS,
-    EXCHANGES,
     LIBRARY,
     GemmProblem,
     KernelConfig,
@@ -263,8 +262,6 @@ def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig
         yield default_config(problem, machine)[0]
         return
     default, _ = find_fastest_kernel(problem, machine)
-    if problem.operator == "matmul_all_reduce":
-        default = default._replace(exchange="packets")
     yield default
     for blocks in _vary_blocks(problem, machine, default.transfer):
         if blocks != default.blocks:
@@ -275,8 +272,6 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
     """Configurations with the same tiles but other transfers of rows or sums, which a tuner measures next."""
     others: list[KernelConfig] = []
     match problem.operator:
-        case "matmul_all_reduce":
-            others = [config._replace(shots=shots) for shots in (1, 2)]
         case "all_gather_matmul" if not problem.returns_gathered:
             movers = (8, 16, 32, count_usable(problem, machine, "programs")) if machine.processors else (1, 2)
             others = [config._replace(transfer="programs", movers=count) for count in movers]
@@ -284,12 +279,13 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
         case "all_gather_matmul":
             others = [config._replace(piece_bytes=size << 20) for size in (1, 2, 8)]
-        case "matmul_reduce_scatter":
+        case "matmul_reduce_scatter" | "matmul_all_reduce":
+            reduces, tiles = problem.operator == "matmul_all_reduce", config._replace(exchange="tiles")
             if problem.m <= 4 * FEW_ROWS:
-                others = [config._replace(exchange=exchange) for exchange in EXCHANGES]
+                packets = config._replace(exchange="packets")
+                others = [packets, packets._replace(shots=2)] if reduces else [tiles, packets]
             if problem.m > FEW_ROWS:
-                tiles = config._replace(exchange="tiles")
-                others += [tiles._replace(transfer="programs")]
+                others += [] if reduces else [tiles._replace(transfer="programs")]
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != config)
     if problem.operator in CANDIDATES and problem.m > FEW_ROWS and problem.dtype != FP8:

@@ -76,6 +76,32 @@ def test_products_with_a_schedule_are_right(interpret, operator, schedule, case)
             assert total == results[0][2]
 
 
+def add_in_order(m):
+    """Which sums are not those of partial sums rounded and then added in fp32 in rank order, and the last bits."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    inputs, weights, _ = random_operands(m, 40, 32, torch.float32, False)
+    inputs = [(one * factor).round().bfloat16() for one, factor in zip(inputs, (2**25, 3, -(2**25), 3), strict=False)]
+    weights = [one.round().bfloat16() for one in weights]  # of rank 0, which the first numbers nearly cancel
+    partial = [(x.double() @ weights[peer % 2].double().T).bfloat16() for peer, x in enumerate(inputs)]
+    expected = torch.zeros(m, 40)
+    for one in partial:
+        expected += one.float()
+    wrong = []
+    for transfer in ("copies", "programs"):
+        how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer=transfer, movers=2, piece_bytes=512)
+        out = torch.empty(m, 40, dtype=torch.bfloat16)
+        ops.matmul_all_reduce(inputs[rank], weights[rank % 2], implementation=how, out=out)
+        if not torch.equal(out, expected.bfloat16()):
+            wrong.append(transfer)
+    return wrong
+
+
+@pytest.mark.parametrize(("ranks", "m"), [(2, 70), (3, 96), pytest.param(4, 37, marks=pytest.mark.exhaustive)])
+def test_an_all_reduce_of_many_rows_adds_rounded_sums_in_the_order_of_ranks(interpret, ranks, m):
+    """A sum of two large numbers that cancel shows the order."""
+    assert interpret(ranks, add_in_order, m) == [[]] * ranks
+
+
 def test_tiles_that_are_not_shifted_are_in_the_order_of_rows():
     ring = name_schedule("matmul_reduce_scatter", "ring-reduce-scatter", "kernel", 3)
     joint = launch.find_joint("matmul_reduce_scatter", ring, 3, 48, 16, is_shifted=False)

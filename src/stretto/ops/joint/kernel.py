@@ -126,6 +126,7 @@ def _make_tile(channel, row_tiles, tables, gemm, a, b, moved, bias, tile):  # ty
         total = multiply_tile(gemm, a, b, low + ready, column, 0)
     else:
         total = multiply_tile(gemm, a, b, low, column, 0)
+        total = scale_tile(gemm, gemm.row_scales, total, low, column, gemm.m)
     total = _add_bias(gemm, tables, bias, total, low, column)
     if tables.is_gather:
         store_tile(gemm, moved.out, total, low, column, high)

@@ -44,7 +44,7 @@ from stretto.ops.joint.kernel import (
     joint_gemm,
     joint_gemm_by_copies,
 )
-from stretto.ops.joint.registry import find_schedule
+from stretto.ops.joint.registry import CANDIDATES, find_schedule, name_schedule
 from stretto.ops.operator import (
     CHANNELS,
     abandon,
@@ -98,11 +98,14 @@ class _Entry(NamedTuple):
 def launch_joint(
     operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype, returned: Tensor | None = None
 ) -> None:
-    """Launch the call by the configuration's schedule; partial sums travel in `dtype`.
+    """Launch the call by the configuration's schedule, or the operator's first; partial sums travel in `dtype`.
 
     returned: gets the gathered rows. ValueError for a schedule that the operator cannot have.
     """
     config = config.with_power_of_two_tiles()
+    if not config.schedule:
+        first = name_schedule(operator, CANDIDATES[operator][0], "kernel", find_group(product.group).size())
+        config = config._replace(schedule=first)
     launch = _launch_by_copies if config.transfer == "copies" else _launch_by_programs
     landed = launch(operator, config, product, dtype)
     if returned is not None:
@@ -223,7 +226,7 @@ def count_piece_rows(config: KernelConfig, row_bytes: int) -> int:
 
 def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
     """Launch a call whose first programs run the moves; returns what moves have brought."""
-    x, weight, bias, out, group, _ = product
+    x, weight, bias, out, group, scales = product
     blocks = config.blocks
     assert blocks is not None
     members, nodes = find_group(group), find_agreed(group, x.device).nodes
@@ -254,7 +257,7 @@ def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProdu
     )  # fmt: skip
     landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
     inputs = x if joint.is_gather else x.new_empty(x.shape[0], width, dtype=dtype)
-    gemm, a, b, _ = describe_gemm(landed if joint.is_gather else x, weight, None, blocks)
+    gemm, a, b, _ = describe_gemm(landed if joint.is_gather else x, weight, None, blocks, scales=scales)
     start, stop = _find_bias_rows(joint, rank)
     plan = joint.ranks[rank]
     moves = MoveTables(

@@ -22,7 +22,9 @@ CANDIDATES = {
     "matmul_reduce_scatter": ("direct-reduce-scatter", "ring-reduce-scatter", "recursive-halving-reduce-scatter"),
     "matmul_all_reduce": ("two-shot-all-reduce", "ring-all-reduce", "recursive-halving-all-reduce"),
 }
-"""The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks."""
+"""The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks.
+
+The first one is the operator's own, where copy engines move its sums."""
 
 RINGS = {
     "all_gather_matmul": "ring-all-gather",
