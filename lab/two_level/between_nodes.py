@@ -180,7 +180,7 @@ def _measure_training(setting: BetweenNodesSetting) -> Iterator[Row]:
         ("8 times, one trunk", setting.network(4, loopback=8.0, leaves=2)),
     ):
         slower = max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth)
-        given = {
+        given: dict[str, Any] = {
             "in_node_bandwidth": network.loopback_bandwidth / 2 * _HEADERS,
             "node_bandwidth": network.node_bandwidth * _HEADERS,
             "leaf_nodes": network.leaf_nodes,

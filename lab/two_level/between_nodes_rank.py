@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lab.two_level.between_nodes import GPUS, MODEL, NODES, PARTS, PUT_SIZES, TILE_BYTES
-from lab.two_level.rank import interleave, make_overhead_runs, measure_overheads, read_overheads, serve
+from lab.two_level.rank import interleave, make_overhead_runs, read_overheads, serve
 from stretto.bench.network import IN_FLIGHT, PutStream
 from stretto.cluster.two_level import Links
 from stretto.collectives import Schedule
@@ -132,10 +132,17 @@ def _measure_training(axis: str, bandwidths: dict[str, Any], repeats: int) -> di
     """Median seconds of a step by the library, by each algorithm, by the model's choice for these links, and alone; and
     the software time of a message in the same rounds.
 
-    The choice is by the time of a message in collectives before these rounds.
+    The choice is by the time of a message in rounds before these.
     """
     whole, undelayed = TwoLevelGroup, TwoLevelGroup()
-    before = measure_overheads(undelayed)
+    overheads = make_overhead_runs(undelayed, _CALLS)
+
+    def measure_in_rounds(runs: dict[str, Callable[[], object]]) -> tuple[dict[str, float], dict[str, float]]:
+        """Median seconds of runs, and of a message in the same rounds."""
+        found = {name: times["median"] for name, times in interleave(runs | overheads, repeats).items()}
+        return found, read_overheads(undelayed, {name: found.pop(name) for name in overheads}, _CALLS)
+
+    _, before = measure_in_rounds({})
     links = Links(before["inside"], latency=before["between"], **bandwidths)
     models: dict[str, Any] = {"alone": GPT(GPTConfig(**MODEL))}
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -158,10 +165,7 @@ def _measure_training(axis: str, bandwidths: dict[str, Any], repeats: int) -> di
         model(tokens).float().square().mean().backward()
 
     runs: dict[str, Callable[[], object]] = {how: partial(step, model) for how, model in models.items()}
-    overheads = make_overhead_runs(undelayed, _CALLS)
-    found = {name: times["median"] for name, times in interleave(runs | overheads, repeats).items()}
-    of_messages = {name: found.pop(name) for name in overheads}
-    return {"seconds": found, "overheads": read_overheads(undelayed, of_messages, _CALLS)}
+    return dict(zip(("seconds", "overheads"), measure_in_rounds(runs), strict=True))
 
 
 if __name__ == "__main__":
