@@ -8,9 +8,11 @@
     training      steps on four nodes of two ranks by each algorithm, on three networks, beside the fastest one
 
 Bandwidths are the kernel's token buckets'. What is predicted is given them as they were set, and the time of a call
-without data, measured in the same run; of training, `plan`'s step on a cluster with these links, the measured time of a
-message (in two levels, and in the library's ring), and a core on which a step without communication takes as long as
-it was measured to. (gloo's own reduce-scatter, of z's "flat", sends as much as an all-reduce: the model knows it.)
+without data, measured in the same run; of training, `plan`'s step on a cluster with these links, the time of a message
+(in two levels, and in the library's ring), and a core on which a step without communication takes as long as it was
+measured to. Messages are measured between the steps, in collectives that follow each other as a step's do: one alone
+finds its ranks asleep, and takes up to three times as long. (gloo's own reduce-scatter, of z's "flat", sends as much as
+an all-reduce: the model knows it.)
 """
 
 from collections.abc import Callable, Iterator
@@ -178,16 +180,17 @@ def _measure_training(setting: BetweenNodesSetting) -> Iterator[Row]:
         ("8 times, one trunk", setting.network(4, loopback=8.0, leaves=2)),
     ):
         slower = max(1.0, network.leaf_nodes * network.node_bandwidth / network.trunk_bandwidth)
-        given = {
+        given: dict[str, Any] = {
             "in_node_bandwidth": network.loopback_bandwidth / 2 * _HEADERS,
             "node_bandwidth": network.node_bandwidth * _HEADERS,
             "leaf_nodes": network.leaf_nodes,
             "oversubscription": slower if network.leaves > 1 else 1.0,
         }
         found = _run(setting, network, 2, nodes="4x2", links=given)
-        links, latency = Links(**found.pop("links")), found.pop("library")
-        flat = replace(links, latency=latency, in_node_latency=latency)
-        for axis, seconds in found.items():
+        for axis, of_axis in found.items():
+            seconds, message = of_axis["seconds"], of_axis["overheads"]
+            links = Links(message["inside"], latency=message["between"], **given)
+            flat = replace(links, latency=message["library"], in_node_latency=message["library"])
             alone = seconds.pop("alone")
             best = min(seconds.values())
             for how, each in seconds.items():

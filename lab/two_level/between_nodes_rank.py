@@ -4,7 +4,6 @@
 import os
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lab.two_level.between_nodes import GPUS, MODEL, NODES, PARTS, PUT_SIZES, TILE_BYTES
-from lab.two_level.rank import interleave, measure_overheads, serve
+from lab.two_level.rank import interleave, make_overhead_runs, read_overheads, serve
 from stretto.bench.network import IN_FLIGHT, PutStream
 from stretto.cluster.two_level import Links
 from stretto.collectives import Schedule
@@ -29,6 +28,7 @@ from stretto.parallel import Grid, parallelize
 from stretto.parallel.comm import two_level as of_training
 
 _TIMEOUT = 120.0
+_CALLS = 10  # without data, one after another, as those of a step are
 
 
 @algorithm(lambda nodes, gpus: AllToNext(nodes * gpus, gpus), source="MSCCLang, section 7.4: its baseline")
@@ -63,11 +63,7 @@ def measure(given: dict[str, Any]) -> object:
             case "all-reduce":
                 return _measure_all_reduce(given)
             case "training":
-                overheads = measure_overheads(TwoLevelGroup())
-                links = Links(overheads["inside"], latency=overheads["between"], **given["links"])
-                return {"links": asdict(links), "library": overheads["library"]} | {
-                    axis: _measure_training(axis, links, given["repeats"]) for axis in ("z", "data")
-                }
+                return {axis: _measure_training(axis, given["links"], given["repeats"]) for axis in ("z", "data")}
         return _measure_schedules(kind, given)
 
 
@@ -132,9 +128,22 @@ def _count_messages(run: Callable[[], object]) -> int:
     return count
 
 
-def _measure_training(axis: str, links: Links, repeats: int) -> dict[str, float]:
-    """Median seconds of a step by the library, by each algorithm, by the model's choice for these links, and alone."""
-    whole = TwoLevelGroup
+def _measure_training(axis: str, bandwidths: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Median seconds of a step by the library, by each algorithm, by the model's choice for these links, and alone; and
+    the software time of a message in the same rounds.
+
+    The choice is by the time of a message in rounds before these.
+    """
+    whole, undelayed = TwoLevelGroup, TwoLevelGroup()
+    overheads = make_overhead_runs(undelayed, _CALLS)
+
+    def measure_in_rounds(runs: dict[str, Callable[[], object]]) -> tuple[dict[str, float], dict[str, float]]:
+        """Median seconds of runs, and of a message in the same rounds."""
+        found = {name: times["median"] for name, times in interleave(runs | overheads, repeats).items()}
+        return found, read_overheads(undelayed, {name: found.pop(name) for name in overheads}, _CALLS)
+
+    _, before = measure_in_rounds({})
+    links = Links(before["inside"], latency=before["between"], **bandwidths)
     models: dict[str, Any] = {"alone": GPT(GPTConfig(**MODEL))}
     tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     for how, algorithms in {"flat": (), "ring": ("ring",), "recursive": ("recursive",), "auto": None}.items():
@@ -156,7 +165,7 @@ def _measure_training(axis: str, links: Links, repeats: int) -> dict[str, float]
         model(tokens).float().square().mean().backward()
 
     runs: dict[str, Callable[[], object]] = {how: partial(step, model) for how, model in models.items()}
-    return {name: times["median"] for name, times in interleave(runs, repeats).items()}
+    return dict(zip(("seconds", "overheads"), measure_in_rounds(runs), strict=True))
 
 
 if __name__ == "__main__":

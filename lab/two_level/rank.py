@@ -86,25 +86,41 @@ def measure(setting: TwoLevelSetting) -> dict[str, Any]:
 
 
 def measure_overheads(undelayed: TwoLevelGroup) -> dict[str, float]:
-    """Software time of a message (seconds, without delay and bandwidth): inside a node, between nodes, and in the
-    library's own ring."""
+    """`read_overheads` of collectives that find all ranks asleep, as those that are measured here do."""
+    runs = make_overhead_runs(undelayed)
+    return read_overheads(undelayed, {name: each["median"] for name, each in interleave(runs, _PROBES).items()})
+
+
+def make_overhead_runs(undelayed: TwoLevelGroup, calls: int = 1) -> dict[str, Callable[[], object]]:
+    """Runs of `calls` collectives without data one after another: inside a node, by a ring between nodes and inside
+    them, and by the library over all ranks."""
     nodes = [dist.new_group(list(ranks)) for ranks in undelayed.nodes.ranks]
     own = nodes[undelayed.nodes.place_of(dist.get_rank())[0]]
     part = torch.zeros(_SMALL, dtype=torch.uint8)
-    whole = part.new_empty(_SMALL * undelayed.nodes.size)
+    in_node, whole = (part.new_empty(_SMALL * ranks) for ranks in (undelayed.nodes.size, undelayed.world))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    runs = {
-        "inside": lambda: gather(whole, part, group=own),
-        "ring": _collective(undelayed, "all_gather", "ring", _SMALL),
-        "library": _collective(undelayed, "all_gather", "flat", _SMALL),
+    runs: dict[str, Callable[[], object]] = {
+        "inside": partial(gather, in_node, part, group=own),
+        "between": _collective(undelayed, "all_gather", "ring", _SMALL),
+        "library": partial(gather, whole, part),
     }
-    seconds = {name: value["median"] for name, value in interleave(runs, _PROBES).items()}
-    between = (seconds["ring"] - seconds["inside"]) / (undelayed.nodes.count - 1)
+    return {name: partial(_repeat, run, calls) for name, run in runs.items()}
+
+
+def read_overheads(group: TwoLevelGroup, seconds: dict[str, float], calls: int = 1) -> dict[str, float]:
+    """Software time of a message (seconds, without delay and bandwidth) by the seconds of `make_overhead_runs`: inside
+    a node, between nodes, and in the library's own ring."""
+    inside, ring, library = (seconds[name] / calls for name in ("inside", "between", "library"))
     return {
-        "inside": seconds["inside"] / max(1, undelayed.nodes.size - 1),
-        "between": max(0.0, between),
-        "library": seconds["library"] / (undelayed.world - 1),
+        "inside": inside / max(1, group.nodes.size - 1),
+        "between": max(0.0, (ring - inside) / (group.nodes.count - 1)),
+        "library": library / (group.world - 1),
     }
+
+
+def _repeat(run: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        run()
 
 
 def _collective(group: TwoLevelGroup, name: str, algorithm: Any, shard_bytes: int) -> Callable[[], object]:

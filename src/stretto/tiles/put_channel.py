@@ -22,6 +22,7 @@ from stretto.tiles.waits import OF_CREDIT, OF_FIFO, OF_SLICE
 
 _ALIGNMENT = 16
 _MAX_SLOTS = 1024
+_MAX_PIECE = 8192  # words that a program gathers at once
 
 
 class PutChannel:
@@ -164,7 +165,7 @@ class PutChannel:
                 f"out holds {self.world_size} shards of {list(shard.shape)} {shard.dtype}, not {list(out.shape)} "
                 f"{out.dtype}"
             )
-        block = 1 << (self.slot_bytes // 4).bit_length() - 1
+        block = min(1 << (self.slot_bytes // 4).bit_length() - 1, _MAX_PIECE)
         puts = self.begin("all_gather_by_puts")
         launch_kernel(
             gather_slices,

@@ -185,7 +185,7 @@ def _await_room(puts, lane, ticket, peer):  # type: ignore[no-untyped-def]
 def gather_slices(puts, shard, out, words, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """All-gather by puts alone: each program sends its pieces of the shard to every other rank, through its own slot.
 
-    shard: int32 [words]; out: int32 [world, words]; a piece has BLOCK words, slot_bytes in all. One program a slot.
+    shard: int32 [words]; out: int32 [world, words]; a piece has BLOCK words, at most a slot's. One program a slot.
     Signals: the program's, with each piece. Waits: for a slot's credit before it is written to, and for the same piece
     of each other rank. No cycle: a program puts a piece to all ranks before it waits for theirs, and needs for the next
     piece only that they have read this one.

@@ -60,6 +60,8 @@ from stretto.tiles import kind_of
 
 _MOST_MOVED = (1 << 31) - (1 << 24)  # elements of a move: with the last step of 2,048 programs, in 32 bits
 _SLOTS = 4  # of each mover, for each rank of another node
+_STEPS = 2 if tiles.INTERPRETED else 8  # in which `move_rows` fills a slot: a put costs its proxy as much as many bytes
+_MAX_SLOTS_BYTES = 64 << 20
 _ADDERS = 4  # programs of a sum, on a multiprocessor: as many as fit beside a product run, the others after it
 
 
@@ -299,20 +301,24 @@ def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) ->
     return made.group_name
 
 
-def find_put_channel(group: str, device: torch.device, movers: int) -> tiles.PutChannel:
+def find_put_channel(group: str, device: torch.device, movers: int, *, of_rows: bool = False) -> tiles.PutChannel:
     """Slots for so many movers, through which they put to ranks of other nodes; collective where it is allocated.
 
-    Its waits end a little before others', so that what fails names the nodes and their interfaces.
+    of_rows: for `move_rows`, which fills a slot in several steps: slots are then as large as the memory of all of them
+    allows. Waits end a little before others', so that what fails names the nodes and their interfaces.
     """
-    members = find_group(group)
+    members, size, slots = find_group(group), 4 * MOVED_AT_ONCE.value, _SLOTS * movers
+    if of_rows:
+        fitting = max(_MAX_SLOTS_BYTES // (2 * members.size() * slots * size), 1)
+        size *= min(_STEPS, 1 << fitting.bit_length() - 1)
     return find_kept(
         group,
         device,
-        ("puts", movers),
+        ("puts", movers, size),
         lambda: tiles.PutChannel.allocate(
             members,
-            slots=_SLOTS * movers,
-            slot_bytes=4 * MOVED_AT_ONCE.value,
+            slots=slots,
+            slot_bytes=size,
             timeout=0.9 * group_timeout(members),
             backend="cuda" if device.type == "cuda" else "host",
         ),

@@ -18,6 +18,7 @@ from stretto import tiles
 from stretto.collectives.joint.routed import ARRIVED, FORWARDED, GIVEN, Hop, RoutedMessage, RoutedSchedule, route
 from stretto.collectives.joint.routed_verifier import verify_routed
 from stretto.collectives.joint.schedule import NOBODY
+from stretto.ops.joint.kernel import MOVED_AT_ONCE
 from stretto.ops.joint.registry import find_schedule
 
 _HOP = tl.constexpr(8)  # words of a hop
@@ -138,9 +139,10 @@ def move_rows(  # type: ignore[no-untyped-def]
     kernel has ended. Programs claim parts in their order, and all ranks' parts have one order
     in which each needs only what comes before it (`verify_routed`), so one running program a rank is enough.
     Between nodes (puts is not None; the channel is then of this rank's node): a part's number chooses the mover that
-    puts it in slices, through slots of its own, each after its credit; on the other rank the same number chooses the
-    program that receives it, stores it in its place, releases the slices, and gives this rank the part's signal. Each
-    mover makes its parts in the order of all ranks' messages, and each receiver waits for slices alone, in that order.
+    puts it in slices, each of which fills a slot of the mover's own in several steps, after its credit; on the other
+    rank the same number chooses the program that receives it, stores it in its place, releases the slices, and gives
+    this rank the part's signal. Each mover makes its parts in the order of all ranks' messages, and each receiver waits
+    for slices alone, in that order.
     So of all parts that are not done, the first one's source is there, and its slices find slots, however few there
     are. All programs are resident (`limit_waiting`).
     Reuse: of two slots or one, as `begin` was told. Within a call each place is written once. A slot is written once
@@ -196,21 +198,26 @@ def _move_part(channel, puts, sources, destinations, tables, given, landed, size
         if far >= 0:
             start = part * part_rows
             count = tl.maximum(tl.minimum(size - start, part_rows), 0) * given.columns
-            step: tl.constexpr = puts.slot_bytes // (given.rows.dtype.element_ty.primitive_bitwidth // 8)
-            for at in range(0, count, step):
-                place = at + tl.arange(0, step)
-                row, column = (first + start + place // given.columns).to(tl.int64), place % given.columns
-                is_here = (place < count) & tl.where(is_given, row < known, row < capacity + forwarded)
-                if given.positions is not None:
-                    row = tl.load(given.positions + row, mask=is_here & is_given, other=0) + tl.where(is_given, 0, row)
-                offset = row * given.columns + column + ready
-                value = tl.load(given.rows + offset, mask=is_here & is_given, other=unknown)
-                value = tl.where(is_given, value, tl.load(landed + offset, mask=is_here & (is_given == 0), other=0))
-                slot = _find_slot(puts, part, at // step)
+            room: tl.constexpr = puts.slot_bytes // (given.rows.dtype.element_ty.primitive_bitwidth // 8)
+            step: tl.constexpr = MOVED_AT_ONCE if room > MOVED_AT_ONCE else room
+            for begin in range(0, count, room):
+                slot, filled = _find_slot(puts, part, begin // room), tl.minimum(count - begin, room)
                 zero = tiles.await_credit(puts, slot, far)
-                outgoing = tiles.outgoing_slice(puts, slot, far).to(tl.pointer_type(value.dtype))
-                tl.store(tl.multiple_of(outgoing + zero, 16) + tl.arange(0, step), value, mask=place < count)
-                num_bytes = tl.minimum(count - at, step) * (value.dtype.primitive_bitwidth // 8)
+                outgoing = tiles.outgoing_slice(puts, slot, far).to(tl.pointer_type(given.rows.dtype.element_ty))
+                outgoing = tl.multiple_of(outgoing + zero, 16)
+                for at in range(0, filled, step):
+                    of_slot = at + tl.arange(0, step)
+                    place = begin + of_slot
+                    row, column = (first + start + place // given.columns).to(tl.int64), place % given.columns
+                    is_here = (of_slot < filled) & tl.where(is_given, row < known, row < capacity + forwarded)
+                    if given.positions is not None:
+                        own = tl.load(given.positions + row, mask=is_here & is_given, other=0)
+                        row = own + tl.where(is_given, 0, row)
+                    offset = row * given.columns + column + ready
+                    value = tl.load(given.rows + offset, mask=is_here & is_given, other=unknown)
+                    value = tl.where(is_given, value, tl.load(landed + offset, mask=is_here & (is_given == 0), other=0))
+                    tl.store(outgoing + of_slot, value, mask=of_slot < filled)
+                num_bytes = filled * (given.rows.dtype.element_ty.primitive_bitwidth // 8)
                 tiles.put_slice(puts, slot, num_bytes, far, slot)
     if far < 0:
         there = tiles.peer_pointer(channel, landed, tiles.tile_rank(destinations, tile))
@@ -253,16 +260,20 @@ def _receive_part(channel, puts, destinations, tables, given, landed, sizes, num
     size, part_rows = _find_size(puts.world, tables, sizes, tl.load(word))
     start = part * part_rows
     count = tl.maximum(tl.minimum(size - start, part_rows), 0) * given.columns
-    step: tl.constexpr = puts.slot_bytes // (landed.dtype.element_ty.primitive_bitwidth // 8)
-    for at in range(0, count, step):
-        place = at + tl.arange(0, step)
-        slot = _find_slot(puts, part, at // step)
+    room: tl.constexpr = puts.slot_bytes // (landed.dtype.element_ty.primitive_bitwidth // 8)
+    step: tl.constexpr = MOVED_AT_ONCE if room > MOVED_AT_ONCE else room
+    for begin in range(0, count, room):
+        slot, filled = _find_slot(puts, part, begin // room), tl.minimum(count - begin, room)
         zero = tiles.wait_slice(puts, peer, slot)
         arrived = tiles.arrived_slice(puts, slot, peer).to(tl.pointer_type(landed.dtype.element_ty))
-        value = tl.load(tl.multiple_of(arrived + zero, 16) + tl.arange(0, step), mask=place < count)
-        target = (base + start).to(tl.int64) * given.columns + place
-        is_stored = (place < count) & (target < end.to(tl.int64) * given.columns)
-        tl.store(landed + target, value, mask=is_stored & tiles.may_publish(channel))
+        arrived = tl.multiple_of(arrived + zero, 16)
+        target = (base + start).to(tl.int64) * given.columns + begin
+        last = end.to(tl.int64) * given.columns
+        for at in range(0, filled, step):
+            place = at + tl.arange(0, step)
+            value = tl.load(arrived + place, mask=place < filled)
+            is_stored = (place < filled) & (target + place < last)
+            tl.store(landed + target + place, value, mask=is_stored & tiles.may_publish(channel))
         tiles.release_slice(puts, slot, peer, slot)
     tiles.producer_tile_notify(channel, destinations, tile, "p2p")
 
