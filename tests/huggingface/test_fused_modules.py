@@ -161,11 +161,16 @@ def test_attention_is_timed_and_what_no_kernel_takes_is_not_chosen():
     with tuner.select(query, key, key, is_causal=True):
         pass
     (call,) = tuner._seen
-    with mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as timed:
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as timed,
+        mock.patch.object(torch.autograd, "grad", wraps=torch.autograd.grad) as differentiated,
+    ):
         assert 0 < attention_backend._time(call, None, torch.device("cpu")) < 9
     timed_shapes = [tuple(each.shape for each in made.args) for made in timed.call_args_list]
     assert timed_shapes
     assert call.shapes not in timed_shapes  # whose backward graphs of cuDNN are the model's
+    for made in differentiated.call_args_list:  # as a model's gradients, whose lengths may be these at other steps
+        assert made.args[2].transpose(1, 2).is_contiguous()
     assert attention_backend._time(call, SDPBackend.CUDNN_ATTENTION, torch.device("cpu")) == float("inf")
 
 

@@ -72,8 +72,9 @@ class AttentionTuner:
 def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device) -> float:
     """The median seconds of a forward and a backward pass; infinite where the kernel does not take the call.
 
-    It is timed for somewhat other lengths: torch keeps cuDNN's graph of a backward pass by shapes and the strides of
-    queries, keys and values, and would compute the model's own gradients, of other strides than these, by it.
+    torch keeps cuDNN's graph of a backward pass by shapes and the strides of queries, keys and values, and would compute
+    a model's own gradients by it, in silence, were they laid out otherwise than these. So these are laid out as models'
+    are, [b, s, heads, d], and the lengths are somewhat other ones.
     """
     more = -_OTHER_LENGTH if min(shape[-2] for shape in call.shapes) > 2 * _OTHER_LENGTH else _OTHER_LENGTH
     query, key, value = (
@@ -84,7 +85,8 @@ def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device)
     def run() -> None:
         shares_keys = query.shape[1] != key.shape[1]
         out = F.scaled_dot_product_attention(query, key, value, is_causal=call.is_causal, enable_gqa=shares_keys)
-        torch.autograd.grad(out, (query, key, value), torch.empty_like(out))
+        gradient = out.new_empty([out.shape[dim] for dim in (0, 2, 1, 3)]).transpose(1, 2)
+        torch.autograd.grad(out, (query, key, value), gradient)
 
     with torch.enable_grad(), warnings.catch_warnings(), nullcontext() if backend is None else sdpa_kernel(backend):
         warnings.simplefilter("ignore")  # torch says why a kernel does not take a call
