@@ -303,6 +303,7 @@ def _extras() -> Iterator[Finding]:
         ("transformers", "Hugging Face's models are not there (pip install 'stretto[huggingface]')"),
         ("pyarrow", "Parquet files and saved data sets are refused (pip install 'stretto[data]')"),
         ("tensorboard", "train.tensorboard is refused (pip install 'stretto[tensorboard]')"),
+        ("google.protobuf", "Chakra traces are refused (pip install 'stretto[chakra]')"),
     ):
         yield _package(name, without)
 

@@ -10,6 +10,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,15 +22,14 @@ from stretto.simulator.chakra.schema import (
     Metadata,
     NodeType,
     TensorInfo,
-    decode_metadata,
-    decode_node,
-    encode_metadata,
-    encode_node,
+    messages,
+    metadata_of,
+    node_of,
+    to_message,
 )
-from stretto.simulator.chakra.wire import WireError, join_delimited, split_delimited
 
 MAX_FILE_BYTES = 1 << 30
-MAX_MESSAGE_BYTES = 1 << 22
+MAX_GROUPS_BYTES = 1 << 22
 MAX_NODES = 5_000_000  # of all ranks together: about 5 GB as Python objects
 MAX_RANKS = 1 << 16
 ALL_RANKS = "0"  # the group of all ranks, as PyTorch and ASTRA-sim name it
@@ -104,23 +104,24 @@ def read_rank(path: Path, *, max_nodes: int = MAX_NODES) -> tuple[Metadata, tupl
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):
         raise ValueError(f"{path} is compressed: unpack it with gunzip")
-    metadata: Metadata | None = None
+    classes = messages()
+    from google.protobuf.message import DecodeError
+    from google.protobuf.proto import parse_length_prefixed
+
+    stream, start = BytesIO(data), 0
     nodes: list[ChakraNode] = []
-    start = 0  # of the message that is decoded; of none, while its length is
     try:
-        for message, offset in split_delimited(data, MAX_MESSAGE_BYTES):
-            start = offset
-            if metadata is None:
-                metadata = decode_metadata(message)
-            elif len(nodes) < max_nodes:
-                nodes.append(decode_node(message))
-            else:
-                raise ValueError(f"{path}: the trace has more than {MAX_NODES:,} nodes")
-            start = 0
-    except WireError as error:
-        raise ValueError(f"{path} is no Chakra trace: near byte {start + error.offset}, {error}") from error
-    if metadata is None:
-        raise ValueError(f"{path} is no Chakra trace: it is empty")
+        about = parse_length_prefixed(classes["Metadata"], stream)
+        if about is None:
+            raise ValueError("it is empty")
+        metadata, start = metadata_of(about), stream.tell()
+        while (message := parse_length_prefixed(classes["ChakraNode"], stream)) is not None and len(nodes) < max_nodes:
+            nodes.append(node_of(message))
+            start = stream.tell()
+    except (DecodeError, ValueError, OverflowError) as error:  # the last for a length that no file has
+        raise ValueError(f"{path} is no Chakra trace: near byte {start}, {error}") from error
+    if message is not None:
+        raise ValueError(f"{path}: the trace has more than {MAX_NODES:,} nodes")
     return metadata, tuple(nodes)
 
 
@@ -129,12 +130,15 @@ def write_chakra(trace: ChakraTrace, prefix: str | Path) -> list[Path]:
     prefix = Path(prefix)
     if not prefix.parent.is_dir():
         raise ValueError(f"{prefix.parent} is no folder")
+    messages()
+    from google.protobuf.proto import serialize_length_prefixed
+
     names = [f"{prefix.name}.{rank}.et" for rank in range(len(trace.nodes))]
     with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=".stretto-") as folder:  # no mix of two traces
         for name, nodes in zip(names, trace.nodes, strict=True):
-            messages = (encode_metadata(trace.metadata), *map(encode_node, nodes))
-            with naming_file(prefix.with_name(name)):
-                Path(folder, name).write_bytes(b"".join(join_delimited(messages)))
+            with naming_file(prefix.with_name(name)), Path(folder, name).open("wb") as file:
+                for each in (trace.metadata, *nodes):
+                    serialize_length_prefixed(to_message(each), file)
         if trace.groups:
             names.append(f"{prefix.name}.groups.json")
             with naming_file(prefix.with_name(names[-1])):
@@ -174,7 +178,7 @@ def _find_files(prefix: Path) -> list[Path]:
 
 def _read_groups(path: Path) -> dict[str, tuple[int, ...]]:
     try:
-        text = read_bounded(path, MAX_MESSAGE_BYTES, "a file of groups")
+        text = read_bounded(path, MAX_GROUPS_BYTES, "a file of groups")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:

@@ -1,26 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of a Chakra execution trace (MLCommons' schema of a rank's operations), and their encoding.
+"""The messages of a Chakra execution trace (MLCommons' schema of a rank's operations), and their encoding by protobuf.
 
 The field numbers are those of MLCommons' et_def.proto, package ChakraProtoMsg. Fields that it has and this table does
 not (a storage node's details) are skipped.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from stretto.simulator.chakra.scalars import (
-    SCALARS,
-    decode_repeated,
-    decode_text,
-    decode_value,
-    encode_value,
-    expect_bytes,
-    expect_number,
-)
-from stretto.simulator.chakra.wire import WireType, decode_fields, encode_bytes, encode_tag, encode_varint, to_signed
-
 VERSION = "0.0.4"  # as the schema's own generator writes
+
+SCALARS = (
+    "double", "float", "int32", "int64", "uint32", "uint64", "sint32", "sint64", "fixed32", "fixed64", "sfixed32",
+    "sfixed64", "bool", "string", "bytes",
+)  # fmt: skip
+"""Types of an attribute's value in protocol buffers, in the order of their fields."""
+
+_MESSAGES = {
+    **{f"{scalar}_list": [("values", f"repeated {scalar}")] for scalar in SCALARS},
+    "TensorInfo": [("values", "string"), ("shapes", "string"), ("types", "string")],
+    # A value is one of several (oneof), and written even where it is zero: double = 3, double_list = 4, float = 5, ...
+    "Attribute": [
+        ("name", "string"),
+        ("doc", "string"),
+        *((kind, kind) for scalar in SCALARS for kind in (scalar, f"{scalar}_list")),
+    ],
+    "Metadata": [("version", "string"), ("attributes", "repeated Attribute")],
+    "ChakraNode": [
+        ("id", "uint64"),
+        ("name", "string"),
+        ("type", "int32"),
+        ("control_dependencies", "repeated uint64"),
+        ("data_dependencies", "repeated uint64"),
+        ("start_micros", "uint64"),
+        ("duration_micros", "uint64"),
+        ("inputs", "TensorInfo"),
+        ("outputs", "TensorInfo"),
+        ("attributes", "repeated Attribute"),
+    ],
+}
+"""Each message's fields, numbered from 1: their names, and what they hold."""
 
 Value = bool | int | float | str | bytes | tuple[bool | int | float | str | bytes, ...]
 
@@ -71,16 +93,26 @@ class Attribute:
     doc: str = ""
 
     def __post_init__(self) -> None:
-        kind = self.kind.removesuffix("_list")
-        if kind not in SCALARS:
+        scalar = self.kind.removesuffix("_list")
+        if scalar not in SCALARS:
             raise ValueError(f"attribute {self.name!r}: kind {self.kind!r} is none of {', '.join(SCALARS)}, or _list")
-        if self.kind == kind:
-            object.__setattr__(self, "value", SCALARS[kind].check(self.name, self.value))
+        if self.kind == scalar:
+            object.__setattr__(self, "value", self._check(scalar, self.value))
         elif isinstance(self.value, tuple | list):
-            checked = tuple(SCALARS[kind].check(self.name, value) for value in self.value)
-            object.__setattr__(self, "value", checked)
+            object.__setattr__(self, "value", tuple(self._check(scalar, value) for value in self.value))
         else:
             raise ValueError(f"attribute {self.name!r} is {self.value!r}, but a {self.kind} is a tuple")
+
+    def _check(self, scalar: str, value: Any) -> Any:
+        """The value as a message holds it. ValueError for one that is of another type, or out of range."""
+        try:
+            held = getattr(messages()["Attribute"](**{scalar: value}), scalar)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"attribute {self.name!r} is {value!r}, which is no {scalar}: {error}") from error
+        is_real = isinstance(held, float) and type(value) in (int, float) and math.isinf(held) == math.isinf(value)
+        if not is_real and type(held) is not type(value):
+            raise ValueError(f"attribute {self.name!r} is {value!r}, which is no {scalar}")
+        return held
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,124 +159,90 @@ class Metadata:
     attributes: tuple[Attribute, ...] = ()
 
 
-def encode_node(node: ChakraNode) -> bytes:
-    """Encode a node as a protobuf message. Zeros and empty texts are left out, as proto3 does."""
-    out = bytearray(_encode_number(1, node.id))
-    if node.name:
-        out += encode_bytes(2, node.name.encode())
-    out += _encode_number(3, node.type)
-    for number, dependencies in ((4, node.control_dependencies), (5, node.data_dependencies)):
-        if dependencies:
-            out += encode_bytes(number, b"".join(map(encode_varint, dependencies)))
-    out += _encode_number(6, node.start_micros) + _encode_number(7, node.duration_micros)
-    for number, info in ((8, node.inputs), (9, node.outputs)):
-        if info != TensorInfo():
-            texts = ((1, info.values), (2, info.shapes), (3, info.types))
-            out += encode_bytes(number, b"".join(encode_bytes(place, text.encode()) for place, text in texts if text))
-    out += b"".join(encode_bytes(10, encode_attribute(attribute)) for attribute in node.attributes)
-    return bytes(out)
+def to_message(value: ChakraNode | Metadata) -> Any:
+    """Make the protobuf message of a node or of the metadata, `messages()[type(value).__name__]`."""
+    made = messages()[type(value).__name__]()
+    for attribute in value.attributes:
+        one = made.attributes.add(name=attribute.name, doc=attribute.doc)
+        if isinstance(attribute.value, tuple):
+            getattr(one, attribute.kind).SetInParent()  # the list of no values is one, too
+            getattr(one, attribute.kind).values.extend(attribute.value)
+        else:
+            setattr(one, attribute.kind, attribute.value)
+    if isinstance(value, Metadata):
+        made.version = value.version
+        return made
+    for name in ("id", "name", "type", "start_micros", "duration_micros"):
+        setattr(made, name, getattr(value, name))
+    made.control_dependencies.extend(value.control_dependencies)
+    made.data_dependencies.extend(value.data_dependencies)
+    for tensors, info in ((made.inputs, value.inputs), (made.outputs, value.outputs)):
+        for name in ("values", "shapes", "types"):
+            if text := getattr(info, name):
+                setattr(tensors, name, text)
+    return made
 
 
-def decode_node(data: bytes) -> ChakraNode:
-    """Decode a node. Raises WireError for bytes that are none."""
-    numbers = {1: 0, 3: 0, 6: 0, 7: 0}
-    name, dependencies = "", {4: [], 5: []}  # type: tuple[str, dict[int, list[int]]]
-    infos, attributes = {8: TensorInfo(), 9: TensorInfo()}, []
-    for number, wire_type, value, offset in decode_fields(data):
-        if number in numbers:
-            numbers[number] = expect_number(number, wire_type, value, offset)
-        elif number == 2:
-            name = decode_text(expect_bytes(number, wire_type, value, offset), offset)
-        elif number in dependencies:
-            dependencies[number] += decode_repeated(SCALARS["uint64"], number, wire_type, value, offset)
-        elif number in infos:
-            infos[number] = _decode_info(expect_bytes(number, wire_type, value, offset), infos[number])
-        elif number == 10:
-            attributes.append(decode_attribute(expect_bytes(number, wire_type, value, offset)))
-    kind = to_signed(numbers[3], 32)
+def node_of(message: Any) -> ChakraNode:
+    """The node of a protobuf message."""
     return ChakraNode(
-        id=numbers[1],
-        name=name,
-        type=NodeType(kind) if kind in NodeType._value2member_map_ else kind,
-        control_dependencies=tuple(dependencies[4]),
-        data_dependencies=tuple(dependencies[5]),
-        start_micros=numbers[6],
-        duration_micros=numbers[7],
-        inputs=infos[8],
-        outputs=infos[9],
-        attributes=tuple(attribute for attribute in attributes if attribute is not None),
+        id=message.id,
+        name=message.name,
+        type=NodeType(message.type) if message.type in NodeType._value2member_map_ else message.type,
+        control_dependencies=tuple(message.control_dependencies),
+        data_dependencies=tuple(message.data_dependencies),
+        start_micros=message.start_micros,
+        duration_micros=message.duration_micros,
+        inputs=_tensors_of(message.inputs),
+        outputs=_tensors_of(message.outputs),
+        attributes=_attributes_of(message),
     )
 
 
-def encode_metadata(metadata: Metadata) -> bytes:
-    version = encode_bytes(1, metadata.version.encode()) if metadata.version else b""
-    return version + b"".join(encode_bytes(2, encode_attribute(attribute)) for attribute in metadata.attributes)
+def metadata_of(message: Any) -> Metadata:
+    """The metadata of the message with which a file begins."""
+    return Metadata(message.version, _attributes_of(message))
 
 
-def decode_metadata(data: bytes) -> Metadata:
-    """Decode the message with which a file begins. Raises WireError."""
-    version, attributes = "", []
-    for number, wire_type, value, offset in decode_fields(data):
-        if number == 1:
-            version = decode_text(expect_bytes(number, wire_type, value, offset), offset)
-        elif number == 2:
-            attributes.append(decode_attribute(expect_bytes(number, wire_type, value, offset)))
-    return Metadata(version, tuple(attribute for attribute in attributes if attribute is not None))
+def _tensors_of(message: Any) -> TensorInfo:
+    return TensorInfo(message.values, message.shapes, message.types)
 
 
-def encode_attribute(attribute: Attribute) -> bytes:
-    """Encode an attribute. A value is written even where it is zero, since it is one of several (oneof)."""
-    out = encode_bytes(1, attribute.name.encode()) + (encode_bytes(2, attribute.doc.encode()) if attribute.doc else b"")
-    scalar, number = SCALARS[attribute.kind.removesuffix("_list")], _NUMBERS[attribute.kind]
-    if not attribute.kind.endswith("_list"):
-        return out + encode_value(scalar, number, attribute.value)
-    assert isinstance(attribute.value, tuple)
-    if scalar.wire_type == WireType.LENGTH_DELIMITED:
-        values = b"".join(encode_bytes(1, scalar.encode(value)) for value in attribute.value)
-    else:
-        packed = b"".join(map(scalar.encode, attribute.value))
-        values = encode_bytes(1, packed) if packed else b""
-    return out + encode_bytes(number, values)
+def _attributes_of(message: Any) -> tuple[Attribute, ...]:
+    """The attributes that have a value, of a kind that is known."""
+    found = []
+    for each in message.attributes:
+        if (kind := each.WhichOneof("value")) is not None:
+            value = getattr(each, kind)
+            found.append(Attribute(each.name, kind, tuple(value.values) if kind.endswith("_list") else value, each.doc))
+    return tuple(found)
 
 
-def decode_attribute(data: bytes) -> Attribute | None:
-    """Decode an attribute; None if it has no value, or one of an unknown kind. Raises WireError."""
-    name = doc = ""
-    kind, found = "", None  # type: tuple[str, Value | None]
-    for number, wire_type, value, offset in decode_fields(data):
-        if number in (1, 2):
-            text = decode_text(expect_bytes(number, wire_type, value, offset), offset)
-            name, doc = (text, doc) if number == 1 else (name, text)
-        elif number in _KINDS:
-            before, kind = kind, _KINDS[number]
-            scalar = SCALARS[kind.removesuffix("_list")]
-            if not kind.endswith("_list"):
-                found = decode_value(scalar, number, wire_type, value, offset)
-                continue
-            row = list(found) if before == kind and isinstance(found, tuple) else []  # a message in parts is merged
-            for place, inner_type, inner, inner_offset in decode_fields(expect_bytes(number, wire_type, value, offset)):
-                if place == 1:
-                    row += decode_repeated(scalar, place, inner_type, inner, inner_offset)
-            found = tuple(row)
-    return None if found is None else Attribute(name, kind, found, doc)
-
-
-def _encode_number(number: int, value: int) -> bytes:
-    return encode_tag(number, WireType.VARINT) + encode_varint(value) if value else b""
-
-
-def _decode_info(data: bytes, info: TensorInfo) -> TensorInfo:
-    texts = [info.values, info.shapes, info.types]
-    for number, wire_type, value, offset in decode_fields(data):
-        if 1 <= number <= 3:
-            texts[number - 1] = decode_text(expect_bytes(number, wire_type, value, offset), offset)
-    return TensorInfo(*texts)
-
-
-# AttributeProto's oneof: double_val = 3, double_list = 4, float_val = 5, ... in the order of SCALARS.
-_NUMBERS = {
-    kind: number
-    for place, scalar in enumerate(SCALARS)
-    for kind, number in ((scalar, 3 + 2 * place), (f"{scalar}_list", 4 + 2 * place))
-}
-_KINDS = {number: kind for kind, number in _NUMBERS.items()}
+@functools.cache
+def messages() -> dict[str, Any]:
+    """The classes of messages, by name. ValueError where protobuf is not installed."""
+    try:
+        from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+        from google.protobuf.descriptor_pool import DescriptorPool
+        from google.protobuf.message_factory import GetMessageClass
+    except ImportError as error:
+        raise ValueError("Chakra traces need the package protobuf: pip install 'stretto[chakra]'") from error
+    file = FileDescriptorProto(name="chakra.proto", package="ChakraProtoMsg", syntax="proto3")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, (field, kind) in enumerate(fields, 1):
+            one = message.field.add(name=field, number=number, label=FieldDescriptorProto.LABEL_OPTIONAL)
+            if kind.startswith("repeated "):
+                one.label = FieldDescriptorProto.LABEL_REPEATED
+                kind = kind.removeprefix("repeated ")
+            if kind in SCALARS:
+                one.type = getattr(FieldDescriptorProto, f"TYPE_{kind.upper()}")
+            else:
+                one.type, one.type_name = FieldDescriptorProto.TYPE_MESSAGE, f".{file.package}.{kind}"
+            if name == "Attribute" and field == kind:
+                one.oneof_index = 0
+        if name == "Attribute":
+            message.oneof_decl.add(name="value")
+    pool = DescriptorPool()
+    pool.Add(file)
+    return {name: GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.{name}")) for name in _MESSAGES}
