@@ -137,8 +137,8 @@ def write_chakra(trace: ChakraTrace, prefix: str | Path) -> list[Path]:
     with tempfile.TemporaryDirectory(dir=prefix.parent, prefix=".stretto-") as folder:  # no mix of two traces
         for name, nodes in zip(names, trace.nodes, strict=True):
             with naming_file(prefix.with_name(name)), Path(folder, name).open("wb") as file:
-                for each in (trace.metadata, *nodes):
-                    serialize_length_prefixed(to_message(each), file)
+                for message in (to_message(trace.metadata), *map(to_message, nodes)):
+                    serialize_length_prefixed(message, file)
         if trace.groups:
             names.append(f"{prefix.name}.groups.json")
             with naming_file(prefix.with_name(names[-1])):
