@@ -47,23 +47,29 @@ def broken(change) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "costs.json: not JSON"),
-        (broken(lambda all_: all_.pop("source")), "costs have the keys"),
-        (broken(lambda all_: all_["executors"]["interpreter"].update(lunch=1)), "no figure is called 'lunch'"),
-        (broken(lambda all_: all_["executors"]["interpreter"].update(launch=-1)), "launch = -1: must be seconds"),
+        ("{", "costs.json: costs: Invalid JSON"),
+        (broken(lambda all_: all_.pop("source")), "source: Missing required argument|source: Field required"),
+        (
+            broken(lambda all_: all_["executors"]["interpreter"].update(lunch=1)),
+            "executors.interpreter.lunch: Unexpected keyword argument",
+        ),
+        (
+            broken(lambda all_: all_["executors"]["interpreter"].update(launch=-1)),
+            "executors.interpreter.launch: .* greater than or equal to 0, not -1",
+        ),
         (
             broken(lambda all_: all_["executors"]["interpreter"]["protocols"]["LL"].update(bandwidth_factor=0)),
-            "bandwidth_factor = 0: must be greater than 0",
+            "bandwidth_factor: .* greater than 0, not 0",
         ),
         (
             broken(lambda all_: all_["executors"]["interpreter"]["protocols"].update(LL3={})),
-            "the protocols are Simple, LL, LL128 and Copy, not 'LL3'",
+            r"should match pattern .*Simple\|LL\|LL128\|Copy.*, not LL3",
         ),
-        (broken(lambda all_: all_["executors"]["interpreter"].update(tile_bytes="1")), "tile_bytes is a whole number"),
-        (broken(lambda all_: all_["executors"]["interpreter"].update(slots=2.5)), "slots is a whole number, not 2.5"),
-        (broken(lambda all_: all_["executors"]["interpreter"].update(launch=10**400)), "too large"),
-        (broken(lambda all_: all_.update(link_latency=10**400)), "too large"),
-        ("[" * 100_000, "costs.json: not JSON"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(tile_bytes="1")), "tile_bytes: .* valid integer"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(slots=2.5)), "slots: .* valid integer, .*not 2.5"),
+        (broken(lambda all_: all_["executors"]["interpreter"].update(launch=10**400)), "launch: .* finite number"),
+        (broken(lambda all_: all_.update(link_latency=10**400)), "link_latency: .* finite number"),
+        ("[" * 100_000, "costs.json: costs: Invalid JSON"),
     ],
 )
 def test_bad_files_are_refused_with_their_name(tmp_path: Path, text: str, message: str):

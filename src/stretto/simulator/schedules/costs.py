@@ -5,26 +5,31 @@ MSCCLang, section 6.1: LL has the lowest latency and bandwidth, Simple the highe
 here say how much on one machine; `python -m lab simulated-collectives` fits them to measurements.
 """
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import field, replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from stretto.cluster import Cluster, read_bounded
-from stretto.collectives.schedule import PROTOCOLS
 from stretto.simulator.network.clusters import of_cluster
 from stretto.simulator.network.topology import NetworkTopology
 from stretto.suggestions import name_known
 
 MAX_FILE_BYTES = 1 << 20
 _FOLDER = "stretto.simulator.schedules"
-_COUNTS = ("slot_bytes", "tile_bytes", "slots", "instances", "max_blocks")
+_RULES = ConfigDict(extra="forbid", strict=True)
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+Protocol = Annotated[str, Field(pattern="^(Simple|LL|LL128|Copy)$")]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_RULES)
 class ProtocolCosts:
     """One protocol on one machine.
 
@@ -38,30 +43,17 @@ class ProtocolCosts:
     cannot be.
     """
 
-    latency: float
-    bandwidth_factor: float
-    block_bandwidth: float = math.inf
-    step_seconds: float = 0.0
-    call_seconds: float = 0.0
-    slot_bytes: int | None = None
-    header_bytes: float = 0.0
+    latency: Seconds
+    bandwidth_factor: Annotated[float, Field(gt=0, le=1)]
+    block_bandwidth: Annotated[float, Field(gt=0)] = math.inf
+    step_seconds: Seconds = 0.0
+    call_seconds: Seconds = 0.0
+    slot_bytes: Count | None = None
+    header_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     is_streaming: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("latency", "step_seconds", "call_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be seconds, at least 0")
-        if not 0 <= self.header_bytes < math.inf:
-            raise ValueError(f"header_bytes = {self.header_bytes}: must be bytes, at least 0")
-        if self.slot_bytes is not None and self.slot_bytes < 1:
-            raise ValueError(f"slot_bytes = {self.slot_bytes}: must be at least 1")
-        if not 0 < self.bandwidth_factor <= 1:
-            raise ValueError(f"bandwidth_factor = {self.bandwidth_factor}: must be greater than 0 and at most 1")
-        if not self.block_bandwidth > 0:
-            raise ValueError(f"block_bandwidth = {self.block_bandwidth}: must be bytes/s, greater than 0")
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_RULES)
 class ExecutorCosts:
     """Costs of one executor that runs schedules on one machine.
 
@@ -74,26 +66,15 @@ class ExecutorCosts:
     rank (None: any number). Raises ValueError for figures that cannot be.
     """
 
-    launch: float
-    protocols: Mapping[str, ProtocolCosts]
-    between_nodes: Mapping[str, ProtocolCosts] = field(default_factory=dict)
-    tile_bytes: int | None = 256 << 10
-    slots: int | None = None
-    instances: int = 1
+    launch: Seconds
+    protocols: Annotated[Mapping[Protocol, ProtocolCosts], Field(min_length=1)]
+    between_nodes: Mapping[Protocol, ProtocolCosts] = field(default_factory=dict)
+    tile_bytes: Count | None = 256 << 10
+    slots: Count | None = None
+    instances: Count = 1
     copies_from_slots: bool = True
-    host_seconds: float = 0.0
-    max_blocks: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("launch", "host_seconds"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be seconds, at least 0")
-        for name, least in (("tile_bytes", 1), ("slots", 1), ("instances", 1), ("max_blocks", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} = {value}: must be at least {least}")
-        if not self.protocols:
-            raise ValueError("an executor runs one protocol or more")
+    host_seconds: Seconds = 0.0
+    max_blocks: Count | None = None
 
     def find(self, protocol: str, *, is_in_node: bool) -> ProtocolCosts:
         """The costs of a message. Raises ValueError for a protocol that this executor does not run."""
@@ -103,7 +84,7 @@ class ExecutorCosts:
         return inside if is_in_node else self.between_nodes.get(protocol, inside)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_RULES)
 class MachineCosts:
     """The executors of one machine, by name, and where the figures are from (`source`).
 
@@ -114,8 +95,8 @@ class MachineCosts:
     machine: str
     source: str
     executors: Mapping[str, ExecutorCosts]
-    link_latency: float
-    network_latency: float
+    link_latency: Seconds
+    network_latency: Seconds
 
     @classmethod
     def known(cls) -> tuple[str, ...]:
@@ -145,37 +126,15 @@ class MachineCosts:
     def parse(cls, text: str, where: str) -> "MachineCosts":
         """Costs from the JSON of `to_json`. Raises ValueError that names `where` and what is wrong there."""
         try:
-            content = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
-        try:
-            _require_keys(content, {each.name for each in fields(cls)})
-            executors = {
-                name: ExecutorCosts(
-                    **_fields(ExecutorCosts, values)
-                    | {
-                        group: {key: ProtocolCosts(**_fields(ProtocolCosts, one)) for key, one in members.items()}
-                        for group in ("protocols", "between_nodes")
-                        if isinstance(members := values.get(group, {}), dict)
-                    }
-                )
-                for name, values in content["executors"].items()
-            }
-            latencies = (float(content[name]) for name in ("link_latency", "network_latency"))
-            return cls(str(content["machine"]), str(content["source"]), executors, *latencies)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{where}: {error}") from error
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise ValueError(f"{where}: {place or 'costs'}: {first['msg']}, not {str(first['input'])[:80]}") from error
 
     def to_json(self) -> str:
-        """The JSON that `parse` reads; figures without a limit are left out."""
-        content = asdict(self)
-        for executor in content["executors"].values():
-            for group in ("protocols", "between_nodes"):
-                executor[group] = {
-                    name: {key: value for key, value in one.items() if value != math.inf}
-                    for name, one in executor[group].items()
-                }
-        return json.dumps(content, indent=1) + "\n"
+        """The JSON that `parse` reads; figures that are not given are left out."""
+        return TypeAdapter(type(self)).dump_json(self, indent=1, exclude_defaults=True).decode() + "\n"
 
     def topology(self, cluster: Cluster, gpus: int) -> NetworkTopology:
         """The network of a cluster's first GPUs, with these latencies where it does not say its own.
@@ -197,31 +156,3 @@ class MachineCosts:
                 f"{name_known(name, tuple(self.executors), 'there are')}"
             )
         return self.executors[name]
-
-
-def _require_keys(content: Any, keys: set[str]) -> None:
-    if not isinstance(content, dict) or content.keys() != keys:
-        raise ValueError(f"costs have the keys {', '.join(sorted(keys))}")
-
-
-def _fields(kind: type, values: Any) -> dict[str, Any]:
-    known = [each.name for each in fields(kind)]
-    if not isinstance(values, dict):
-        raise ValueError(f"costs are a table, not {values!r}")
-    for name, value in values.items():
-        if name not in known:
-            raise ValueError(f"no figure is called {name!r}{name_known(name, known, 'there are')}")
-        if name in ("protocols", "between_nodes"):
-            if not isinstance(value, dict):
-                raise ValueError(f"{name} is a table of protocols, not {value!r}")
-            for protocol in value:
-                if protocol not in PROTOCOLS and protocol != "Copy":
-                    raise ValueError(f"the protocols are {', '.join(PROTOCOLS)} and Copy, not {protocol!r}")
-        elif name in _COUNTS:
-            if value is not None and type(value) is not int:
-                raise ValueError(f"{name} is a whole number, not {value!r}")
-        elif value is not None and not isinstance(value, int | float):
-            raise ValueError(f"{name} is a number, not {value!r}")
-        elif value is not None:
-            float(value)  # raises OverflowError for a whole number that no float can hold
-    return dict(values)
