@@ -20,7 +20,7 @@ from stretto.cluster.model import (
     NetworkLink,
     NodeLink,
 )
-from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, suggest, to_toml
+from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, quantity, suggest, to_toml
 
 _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generation
 
@@ -39,7 +39,7 @@ class Cluster:
     gpus_per_node: int = field(metadata=figure(Kind.COUNT))
     nics_per_node: int | None = field(default=None, metadata=figure(Kind.COUNT))
     library: str | None = field(default=None, metadata=figure(Kind.TEXT))  # of collectives; None: as good as NCCL
-    host_memory: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes a node"))
+    host_memory: float | None = quantity("bytes a node")
     in_node_bandwidths: tuple[InNodeBandwidth, ...] = field(default=(), metadata=figure(Kind.ROWS, of=InNodeBandwidth))
     matmuls: tuple[Matmul, ...] = field(default=(), metadata=figure(Kind.ROWS, of=Matmul))
     transfers: tuple[MeasuredCollective, ...] = field(default=(), metadata=figure(Kind.ROWS, of=MeasuredCollective))

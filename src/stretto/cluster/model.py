@@ -7,13 +7,12 @@ Bandwidths are bytes/s in one direction, never bits and never both directions ad
 
 from dataclasses import dataclass, field
 
-from stretto.cluster.schema import Kind, check, figure
+from stretto.cluster.schema import Kind, check, figure, quantity
 
 MATMUL_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 MATMUL_LAYOUTS = ("NN", "NT", "TN")
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 ATTENTION_TOKENS, LONG_ATTENTION_TOKENS = 2048, 8192
-_FLOP_RATE = figure(Kind.QUANTITY, "FLOP/s")
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,12 @@ class FlopRates:
     or its rate is unknown.
     """
 
-    fp64: float | None = field(default=None, metadata=_FLOP_RATE)
-    fp32: float | None = field(default=None, metadata=_FLOP_RATE)
-    tf32: float | None = field(default=None, metadata=_FLOP_RATE)
-    bf16: float | None = field(default=None, metadata=_FLOP_RATE)
-    fp16: float | None = field(default=None, metadata=_FLOP_RATE)
-    fp8: float | None = field(default=None, metadata=_FLOP_RATE)
+    fp64: float | None = quantity("FLOP/s")
+    fp32: float | None = quantity("FLOP/s")
+    tf32: float | None = quantity("FLOP/s")
+    bf16: float | None = quantity("FLOP/s")
+    fp16: float | None = quantity("FLOP/s")
+    fp8: float | None = quantity("FLOP/s")
 
     def __post_init__(self) -> None:
         check(self)
@@ -40,19 +39,15 @@ class GPU:
     """Device on which one rank computes: a GPU, a die of one where each die is a device, or a core of a CPU."""
 
     name: str = field(metadata=figure(Kind.TEXT))  # as torch.cuda.get_device_name gives it
-    memory: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes"))
-    memory_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
-    )
+    memory: float | None = quantity("bytes")
+    memory_bandwidth: float | None = quantity("bytes/s, reads and writes together")
     # Of a large copy; and the seconds that computation loses for each second of a concurrent collective.
-    measured_memory_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, reads and writes together")
-    )
-    overlap_slowdown: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds a second"))
+    measured_memory_bandwidth: float | None = quantity("bytes/s, reads and writes together")
+    overlap_slowdown: float | None = quantity("seconds a second")
     # Causal attention forward and backward with a fused kernel, counting only the products that the mask leaves; of
     # sequences of ATTENTION_TOKENS and of LONG_ATTENTION_TOKENS.
-    attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
-    long_attention_flops: float | None = field(default=None, metadata=_FLOP_RATE)
+    attention_flops: float | None = quantity("FLOP/s")
+    long_attention_flops: float | None = quantity("FLOP/s")
     # The vendor's figures, and the best measured of a matrix product.
     peak_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
     empirical_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
@@ -70,17 +65,11 @@ class NodeLink:
     `domains`: of GPUs that PCI Express connects, so many NUMA domains have equal parts of the node's GPUs, in order.
     """
 
-    bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, one GPU to all")
-    )
-    pair_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, to one peer")
-    )
-    latency: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    bandwidth: float | None = quantity("bytes/s, one direction, one GPU to all")
+    pair_bandwidth: float | None = quantity("bytes/s, one direction, to one peer")
+    latency: float | None = quantity("seconds")
     domains: int | None = field(default=None, metadata=figure(Kind.COUNT))
-    domain_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, from one NUMA domain to another")
-    )
+    domain_bandwidth: float | None = quantity("bytes/s, one direction, from one NUMA domain to another")
 
     def __post_init__(self) -> None:
         check(self)
@@ -99,15 +88,9 @@ class HostLink:
     each direction, but the host's memory and requests for reading it take a part when both are busy.
     """
 
-    to_device_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, host to GPU, the other direction idle")
-    )
-    to_host_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, GPU to host, the other direction idle")
-    )
-    duplex_bandwidth: float | None = field(
-        default=None, metadata=figure(Kind.QUANTITY, "bytes/s, both directions at once, added")
-    )
+    to_device_bandwidth: float | None = quantity("bytes/s, host to GPU, the other direction idle")
+    to_host_bandwidth: float | None = quantity("bytes/s, GPU to host, the other direction idle")
+    duplex_bandwidth: float | None = quantity("bytes/s, both directions at once, added")
 
     def __post_init__(self) -> None:
         check(self)
@@ -126,10 +109,10 @@ class HostTimes:
     operator: one that runs within a product, beside the product itself; without it, as long as two collectives.
     """
 
-    block_forward: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
-    block_backward: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
-    collective: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
-    operator: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    block_forward: float | None = quantity("seconds")
+    block_backward: float | None = quantity("seconds")
+    collective: float | None = quantity("seconds")
+    operator: float | None = quantity("seconds")
 
     def __post_init__(self) -> None:
         check(self)
@@ -142,8 +125,8 @@ class HostTimes:
 class NetworkLink:
     """The link between nodes, of one network interface (NIC)."""
 
-    bandwidth: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "bytes/s, one direction, one NIC"))
-    latency: float | None = field(default=None, metadata=figure(Kind.QUANTITY, "seconds"))
+    bandwidth: float | None = quantity("bytes/s, one direction, one NIC")
+    latency: float | None = quantity("seconds")
 
     def __post_init__(self) -> None:
         check(self)

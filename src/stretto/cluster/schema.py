@@ -8,7 +8,7 @@ declarations, so that a new figure is one new line in `model.py`.
 import math
 import reprlib
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -36,6 +36,11 @@ class Kind(Enum):
 def figure(kind: Kind, unit: str = "", *, of: type | None = None) -> dict[str, Any]:
     """The metadata of a dataclass field: its kind, its unit, and the dataclass of its table or rows (`of`)."""
     return {"kind": kind, "unit": unit, "of": of}
+
+
+def quantity(unit: str) -> Any:
+    """A dataclass field of a quantity, None where it is unknown."""
+    return field(default=None, metadata=figure(Kind.QUANTITY, unit))
 
 
 def build(cls: type[T], table: dict[str, Any], where: str, prefix: str = "") -> T:
