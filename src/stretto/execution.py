@@ -15,6 +15,7 @@ from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from stretto.quantities import require_least
+from stretto.suggestions import require_one_of
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,9 @@ class StateOptions:
                 f"sparsity is {self.sparsity}, which needs optimizer state apart from the weights: location is "
                 f"{self.location!r}; 'device' or 'host' would do"
             )
-        if self.index not in get_args(SparseIndexKind):
-            raise ValueError(f"index is {self.index!r}, but must be one of {', '.join(get_args(SparseIndexKind))}")
-        if self.location not in get_args(StateLocation):
-            raise ValueError(f"location is {self.location!r}, but must be one of {', '.join(get_args(StateLocation))}")
-        if self.step_on not in get_args(StepPlace):
-            raise ValueError(f"step_on is {self.step_on!r}, but must be one of {', '.join(get_args(StepPlace))}")
+        require_one_of(get_args(SparseIndexKind), index=self.index)
+        require_one_of(get_args(StateLocation), location=self.location)
+        require_one_of(get_args(StepPlace), step_on=self.step_on)
         if self.bucket_size < 1 or self.bucket_size % BUCKET_ALIGNMENT:
             near = max(BUCKET_ALIGNMENT, round(self.bucket_size / BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
             raise ValueError(
@@ -269,8 +267,7 @@ class Fp8:
                 f"fp8 recipe {self.recipe!r} has {_NO_RECIPES[self.recipe.lower()]}, which tensor cores multiply from "
                 "Blackwell on alone, and Stretto does not support; 'rowwise' would do"
             )
-        if self.recipe not in get_args(Fp8Recipe):
-            raise ValueError(f"fp8 recipe is {self.recipe!r}, but must be one of {', '.join(get_args(Fp8Recipe))}")
+        require_one_of(get_args(Fp8Recipe), "fp8 ", recipe=self.recipe)
         names = self.leave_out
         if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
             raise ValueError(
@@ -410,8 +407,7 @@ class ExecutionOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.reshard not in get_args(ReshardPolicy):
-            raise ValueError(f"reshard is {self.reshard!r}, but must be one of {', '.join(get_args(ReshardPolicy))}")
+        require_one_of(get_args(ReshardPolicy), reshard=self.reshard)
         if self.fused not in ("auto", False):
             raise ValueError(f"fused is {self.fused!r}, but must be 'auto' or False")
         if not (isinstance(self.two_level, bool) or self.two_level == "auto"):

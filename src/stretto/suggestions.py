@@ -32,6 +32,15 @@ def require_type(value: object, kind: type, argument: str) -> None:
         raise TypeError(f"{argument} is {value!r:.60}, of type {type(value).__name__}, but must be a {kind.__name__}")
 
 
+def require_one_of(known: Iterable[object], prefix: str = "", /, **values: object) -> None:
+    """Raise ValueError for a value that is none of the known ones, with its name, what comes before it, and these."""
+    names = [str(each) for each in known]
+    for name, value in values.items():
+        if value not in names:
+            near = did_you_mean(value, names)
+            raise ValueError(f"{prefix}{name} is {value!r}, but must be one of {', '.join(names)}{near}")
+
+
 def did_you_mean(given: object, known: Iterable[str]) -> str:
     """The end of an error message: "; did you mean 'this'?", or nothing where no known name is similar."""
     return _ask([repr(name) for name in similar_names(str(given), known)])

@@ -135,7 +135,9 @@ def test_a_loss_that_all_ranks_replicate_counts_once_if_that_is_asked_for(interp
 
 def misuse_conventions():
     x, weight = torch.ones(2, 4, requires_grad=True), torch.ones(3, 4)
-    with pytest.raises(ValueError, match="grad_convention is one of sum-of-losses, replicated-loss, not 'megatron'"):
+    with pytest.raises(
+        ValueError, match="grad_convention is 'megatron', but must be one of sum-of-losses, replicated-loss"
+    ):
         ops.matmul_all_reduce(x, weight, grad_convention="megatron")
     with pytest.raises(ValueError, match=r"ranks of a group make the same calls.*replicated-loss"):
         ops.matmul_all_reduce(x, weight, grad_convention=("sum-of-losses", "replicated-loss")[dist.get_rank()])

@@ -12,7 +12,7 @@ from stretto.atomic_files import require_writable
 from stretto.cli.commands import App, refuse_options, with_options_of
 from stretto.cli.console import Json, fail, print_json, refusing_bad_input
 from stretto.quantities import counted
-from stretto.suggestions import did_you_mean_file, name_known
+from stretto.suggestions import did_you_mean_file, name_known, require_one_of
 
 if TYPE_CHECKING:
     from stretto.schedules import PipelineSchedule, PipelineTimeline
@@ -226,8 +226,8 @@ def verify_(
 def _read_order(serve_first: str | None) -> Any:
     from stretto.schedules import ServeFirst
 
-    if serve_first is not None and serve_first not in get_args(ServeFirst):
-        raise ValueError(f"--serve-first is {serve_first!r}, but must be one of {', '.join(get_args(ServeFirst))}")
+    if serve_first is not None:
+        require_one_of(get_args(ServeFirst), **{"--serve-first": serve_first})
     return serve_first or "arrival"
 
 

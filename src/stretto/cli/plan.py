@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
@@ -13,7 +13,7 @@ from stretto.cli.commands import allow_only, refuse_options
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.cli.plan_tables import plan_dlrm, print_formulas, print_inference, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
-from stretto.suggestions import are_missing
+from stretto.suggestions import are_missing, require_one_of
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -337,11 +337,9 @@ def _choose_state(
         is_named = location is not None or (of_file is not None and of_file.is_separate)
         location = location if is_named or not sparsity else "device"
         of_file = replace(of_file or StateOptions("device"), sparsity=0.0)
-    known = {each: each for each in get_args(StateLocation)}
-    if location is not None and location not in known:
-        raise ValueError(f"--optimizer-state is {location!r}, but must be one of {', '.join(known)}")
     if location is not None:
-        of_file = replace(of_file or StateOptions(), location=known[location])
+        require_one_of(get_args(StateLocation), **{"--optimizer-state": location})
+        of_file = replace(of_file or StateOptions(), location=cast(StateLocation, location))
     if of_file is not None and sparsity:
         of_file = replace(of_file, sparsity=sparsity)
     if location is not None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.quantities import require_least
-from stretto.suggestions import did_you_mean, require_known_options
+from stretto.suggestions import did_you_mean, require_known_options, require_one_of
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,7 @@ class GPTConfig:
         for name in ("num_experts", "experts_per_token", "expert_ffn", "shared_ffn", "expert_groups"):
             require_least(1, "model.", **{name: getattr(self, name)})
         for name, choices in (("router_scores", SCORES), ("balance", BALANCES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"model.{name} is {getattr(self, name)!r}, but must be one of {', '.join(choices)}")
+            require_one_of(choices, "model.", **{name: getattr(self, name)})
         for name in ("balance_loss", "bias_rate", "z_loss"):
             require_least(0, "model.", **{name: getattr(self, name)})
         if self.experts_per_token > self.num_experts:

@@ -33,6 +33,7 @@ from stretto.ops.operator import (
     restore_dims,
     save_operands,
 )
+from stretto.suggestions import require_one_of
 
 GRAD_CONVENTIONS = ("sum-of-losses", "replicated-loss")
 
@@ -83,8 +84,7 @@ def matmul_all_reduce(
     how, name = encode_implementation(implementation), find_name(group)
     if schedule is not None:
         how = encode_schedule("matmul_all_reduce", schedule, how, name)
-    if grad_convention not in GRAD_CONVENTIONS:
-        raise ValueError(f"grad_convention is one of {', '.join(GRAD_CONVENTIONS)}, not {grad_convention!r}")
+    require_one_of(GRAD_CONVENTIONS, grad_convention=grad_convention)
     rows = flatten_rows("matmul_all_reduce", x)
     if invariant:
         require_plain("matmul_all_reduce", how, out, schedule)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.operator import require_out, require_weight
+from stretto.suggestions import require_one_of
 
 
 def _square_relu(x: Tensor) -> Tensor:
@@ -83,8 +84,7 @@ def _require(
     x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None, activation: str, biases: Mapping[str, Tensor | None]
 ) -> None:
     """ValueError for arguments that the second product would refuse only after the first has run, which checks x."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"an mlp's activation is one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+    require_one_of(ACTIVATIONS, "an mlp's ", activation=activation)
     if gate is not None and gate.shape != up.shape:
         raise ValueError(f"an mlp's gate is of up's shape, {list(up.shape)}, not {list(gate.shape)}")
     if gate is None and biases["gate"] is not None:

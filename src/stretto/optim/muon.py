@@ -28,7 +28,7 @@ from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositio
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layout import ParameterLayout, has_layout, layout_of
 from stretto.parallel.state import require_state
-from stretto.suggestions import require_type
+from stretto.suggestions import require_one_of, require_type
 
 AdjustLr = Literal["match_rms_adamw", "original"]
 DEFAULT_MOMENTUM = 0.95
@@ -183,8 +183,7 @@ class Muon(AdamW):
         iteration = iteration or NewtonSchulz()
         if not 0 < iteration.steps < 100:
             raise ValueError(f"Newton-Schulz steps are {iteration.steps}, but must be 1 to 99: 5 is usual")
-        if adjust_lr not in get_args(AdjustLr):
-            raise ValueError(f"adjust_lr is {adjust_lr!r}, but must be one of {', '.join(get_args(AdjustLr))}")
+        require_one_of(get_args(AdjustLr), adjust_lr=adjust_lr)
         self.momentum, self.nesterov, self.adjust_lr, self.iteration = momentum, nesterov, adjust_lr, iteration
         self.grid = grid
         self._matrices: list[_MatrixParameter] = []

@@ -25,6 +25,7 @@ from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
 from stretto.quantities import require_whole
 from stretto.schedules import ServeFirst
+from stretto.suggestions import require_one_of
 
 CostModel = Literal["paper", "full"]
 Documents = Sequence[int] | str | Path | PackedDocuments | None
@@ -259,8 +260,8 @@ def find_contexts(context: object, seq_len: int, ranks: int) -> tuple[int, ...]:
 
 def _check_experts(model: Architecture, expert: int | None, expert_tensor: str | None) -> None:
     """Raise ValueError for a number of ranks that cannot divide the model's experts, with one that can."""
-    if expert_tensor not in (None, *get_args(ExpertTensor)):
-        raise ValueError(f"expert_tensor is {expert_tensor!r}, but must be one of {', '.join(get_args(ExpertTensor))}")
+    if expert_tensor is not None:
+        require_one_of(get_args(ExpertTensor), expert_tensor=expert_tensor)
     if expert is None:
         return
     require_whole("expert", expert)

@@ -11,6 +11,7 @@ from stretto.planner.architecture import Architecture
 from stretto.planner.documents import PackedDocuments
 from stretto.quantities import require_whole
 from stretto.schedules import ServeFirst
+from stretto.suggestions import require_one_of
 
 Dtype = Literal["bf16", "fp16", "fp32", "fp64", "fp8"]
 OptimizerName = Literal["adamw", "muon", "sgd"]
@@ -31,12 +32,8 @@ class NumberTypes:
     has_averages: bool = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}, but must be one of {', '.join(ELEMENT_BYTES)}")
-        if self.optimizer not in get_args(OptimizerName):
-            raise ValueError(
-                f"optimizer is {self.optimizer!r}, but must be one of {', '.join(get_args(OptimizerName))}"
-            )
+        require_one_of(ELEMENT_BYTES, dtype=self.dtype)
+        require_one_of(get_args(OptimizerName), optimizer=self.optimizer)
 
     @property
     def element(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError
+from stretto.suggestions import require_one_of
 
 Delivery = Literal["in_order", "matched"]
 
@@ -98,8 +99,7 @@ def verify(
     """
     if buffers is not None and buffers < 1:
         raise ValueError(f"buffers is {buffers}, but a channel needs at least 1")
-    if delivery not in get_args(Delivery):
-        raise ValueError(f"delivery is {delivery!r}, but must be one of {', '.join(get_args(Delivery))}")
+    require_one_of(get_args(Delivery), delivery=delivery)
     _check_placement(schedule)
     for rank in range(schedule.pipe):
         _check_rank(schedule, rank)

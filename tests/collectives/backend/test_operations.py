@@ -265,7 +265,7 @@ def run_own_collectives(file):
         run_collective("both", taken[:5], given, group)
     with pytest.raises(ValueError, match=r"allreduce is an operation of torch.distributed"):
         run_collective("allreduce", taken, given, group)
-    with pytest.raises(ValueError, match="reduction is one of sum, max, min, prod, not 'avg'"):
+    with pytest.raises(ValueError, match="reduction is 'avg', but must be one of sum, max, min, prod"):
         run_collective("both", taken, given, group, reduction="avg")
     assert call_counts(group) == {("alltonext", "schedule all-to-next"): 1, ("both", "schedule both-at-two"): 1}
 

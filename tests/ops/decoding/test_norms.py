@@ -207,7 +207,7 @@ def test_bad_calls_are_refused_before_ranks_wait_for_each_other(ranks):
                 "residual is contiguous, [3, 5], not [2, 5]",
                 "residual is contiguous, [3, 5] of torch.float32, not [3, 5] of torch.float16",
                 "norm_weight is contiguous, [5], not [4]",
-                "norm is one of rms, layer, not 'batch'",
+                "norm is 'batch', but must be one of rms, layer",
                 "eps is a number from 0 to 1",
                 "x is torch.float32 and bias torch.float16",
                 "matmul_all_reduce_norm has no gradients",

@@ -25,6 +25,7 @@ from stretto.collectives.xml import named_collective, read_ranks, read_schedule
 from stretto.execution import ExecutionOptions, TwoLevel
 from stretto.memory import PeerError, exchange, find_missing, group_timeout, shared_gpus
 from stretto.memory.groups import check_timeout
+from stretto.suggestions import require_one_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Work
@@ -177,8 +178,7 @@ def run_collective(
     dispatcher = find_dispatcher(group)
     if name in COLLECTIVES.values():
         raise ValueError(f"{name} is an operation of torch.distributed: call that")
-    if reduction not in _OWN_REDUCTIONS:
-        raise ValueError(f"reduction is one of {', '.join(_OWN_REDUCTIONS)}, not {reduction!r}")
+    require_one_of(_OWN_REDUCTIONS, reduction=reduction)
     for each in dispatcher.installed:
         of = each.schedule.collective
         if of.name == name and output.numel() * of.input_chunks != input.numel() * of.output_chunks:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stretto.ops.gemm import divide_up, fixed
 from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
+from stretto.suggestions import require_one_of
 from stretto.tiles import INTERPRETED, kind_of
 from stretto.tiles.launches import find_launches
 
@@ -123,8 +124,7 @@ _exact_norm = define_operator(
 
 def require_norm(operator: str, norm: str, eps: float) -> None:
     """ValueError for a norm that is unknown, or divides by zero."""
-    if norm not in NORMS:
-        raise ValueError(f"{operator}: norm is one of {', '.join(NORMS)}, not {norm!r}")
+    require_one_of(NORMS, f"{operator}: ", norm=norm)
     if not isinstance(eps, int | float) or not 0 <= eps < 1:
         raise ValueError(f"{operator}: eps is a number from 0 to 1, such as 1e-6, not {eps!r}")
 

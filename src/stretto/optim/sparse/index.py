@@ -19,6 +19,7 @@ from torch import Tensor
 
 from stretto.execution import SparseIndexKind
 from stretto.optim.sparse.masks import pack, unpack
+from stretto.suggestions import require_one_of
 
 if TYPE_CHECKING:
     from stretto.optim.sparse import kernels
@@ -175,8 +176,7 @@ class PositionIndex(SparseIndex):
 def make_index(bits: Tensor, size: int, kind: SparseIndexKind = "bitmap") -> SparseIndex:
     """The index of a mask, packed by `masks.pack`, of `size` numbers. ValueError for a kind that there is not, and for
     a tensor of more than 2^31 numbers with int32 positions."""
-    if kind not in get_args(SparseIndexKind):
-        raise ValueError(f"index is {kind!r}, but must be one of {', '.join(get_args(SparseIndexKind))}")
+    require_one_of(get_args(SparseIndexKind), index=kind)
     return BitmapIndex(bits, size) if kind == "bitmap" else PositionIndex(bits, size)
 
 

@@ -11,7 +11,7 @@ from stretto.planner.workload import MESSAGE_DRIVEN, ScheduleChoice
 from stretto.quantities import require_whole
 from stretto.schedules import SCHEDULES, ServeFirst
 from stretto.schedules.generators import V_SHAPED, check_numbers
-from stretto.suggestions import name_known
+from stretto.suggestions import name_known, require_one_of
 
 # In which order schedules are tried: of equally fast ones, the first is taken.
 _ORDER = ("1f1b", MESSAGE_DRIVEN, "interleaved", "zb-h1", "zb-v", "dualpipe-v", "gpipe")
@@ -43,9 +43,8 @@ class PipelineSpace:
             value = getattr(self, name)
             if value is not None:
                 require_whole(name, value, least)
-        if self.serve_first is not None and self.serve_first not in get_args(ServeFirst):
-            orders = ", ".join(get_args(ServeFirst))
-            raise ValueError(f"serve_first is {self.serve_first!r}, but must be one of {orders}")
+        if self.serve_first is not None:
+            require_one_of(get_args(ServeFirst), serve_first=self.serve_first)
         for name in ("limit", "serve_first"):
             if getattr(self, name) is not None and self.schedule != MESSAGE_DRIVEN:
                 raise ValueError(f"{name} is an option only of schedule='message-driven'")

@@ -23,6 +23,7 @@ from stretto.huggingface.folder import (
     require_weights,
 )
 from stretto.huggingface.weight_names import is_kept_in_fp32, match_names
+from stretto.suggestions import require_one_of
 from stretto.train.checkpoint.file_tensors import PlainTensor, with_scales
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.integrity import DamagedError
@@ -80,8 +81,8 @@ def export_safetensors(
     """
     if file.suffix != ".safetensors":
         raise ValueError(f"{file} does not end in .safetensors; {file.with_suffix('.safetensors')} would do")
-    if dtype is not None and dtype not in _SAFETENSORS_DTYPES:
-        raise ValueError(f"dtype is {dtype!r}, but must be one of {', '.join(_SAFETENSORS_DTYPES)}")
+    if dtype is not None:
+        require_one_of(_SAFETENSORS_DTYPES, dtype=dtype)
 
     def write(path: Path) -> list[Path]:
         return _write_files(path, file, _weights_of(read_index(path).tensors, dtype), max_file_bytes)
