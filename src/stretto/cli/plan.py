@@ -13,6 +13,7 @@ from stretto.cli.commands import allow_only, refuse_options
 from stretto.cli.console import Json, refusing_bad_input
 from stretto.cli.plan_tables import plan_dlrm, print_formulas, print_inference, print_modes, print_table
 from stretto.execution import StateLocation, StateOptions, TwoLevel, check_sparsity, option_help
+from stretto.quantities import read_seconds
 from stretto.suggestions import are_missing, require_one_of
 
 if TYPE_CHECKING:
@@ -268,8 +269,6 @@ def _plan_inference(
         lines = "".join(f"\n  {option}  {meaning}" for option, meaning in missing.items())
         raise ValueError(f"{are_missing(list(missing))}:{lines}")
     prompts, contexts = (_read_lengths(name, asked[name]) for name in ("prompt", "context"))
-    from stretto.quantities import read_seconds
-
     seconds = None if tpot is None else read_seconds(tpot)
 
     from stretto.cluster import Cluster

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from stretto.axes import name_grid
+from stretto.axes import EXPERT, INNER_TO_OUTER, STAGE_AXES, name_grid
 
 if TYPE_CHECKING:
     from stretto.cluster import Cluster
@@ -96,7 +96,6 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
     from rich.measure import Measurement
     from rich.table import Table
 
-    from stretto.axes import EXPERT, INNER_TO_OUTER, STAGE_AXES
     from stretto.planner.memory import USABLE, max_allocated
     from stretto.planner.optimizer_state import USABLE_OF_HOST
 

@@ -9,7 +9,7 @@ import typer
 
 from stretto.cli.commands import App, with_options_of
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.quantities import counted
+from stretto.quantities import counted, read_bandwidth, read_bytes, read_seconds, show_nanoseconds, whole_nanoseconds
 
 if TYPE_CHECKING:
     from stretto.simulator import NetworkTopology
@@ -70,7 +70,6 @@ class NetworkOptions:
 
         ranks: how many of a large cluster's ranks suffice, where --gpus does not say how many there are.
         """
-        from stretto.quantities import read_bandwidth, read_seconds
         from stretto.simulator import of_cluster, parse_topology
 
         if (self.topology is None) == (self.cluster is None):
@@ -133,7 +132,6 @@ def message(
     - stretto simulate message --cluster perlmutter --gpus 64 --bytes 1MiB --src 0 --dst 63 --packet-bytes 4KiB
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.quantities import read_bytes, whole_nanoseconds
         from stretto.simulator import ClosedFormNetwork, EventDrivenNetwork, GraphBuilder, execute
 
         network = given.build(max(src, dst) + 1)
@@ -203,7 +201,6 @@ def collective(
       --bytes 256MB
     """
     with refusing_bad_input(as_json=as_json):
-        from stretto.quantities import read_bytes, whole_nanoseconds
         from stretto.simulator import EventDrivenNetwork
         from stretto.simulator.collectives import CollectiveOptions, closed_form_seconds, simulate_collective
 
@@ -233,8 +230,6 @@ def collective(
 
 
 def read_packets(text: str | None) -> int | None:
-    from stretto.quantities import read_bytes
-
     return None if text is None else read_bytes(text)
 
 
@@ -245,8 +240,6 @@ def _print(found: Mapping[str, Any], title: str, *, as_json: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
-
-    from stretto.quantities import show_nanoseconds
 
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("fidelity", no_wrap=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.atomic_files import require_writable
-from stretto.axes import NAMES, check_sizes
+from stretto.axes import NAMES, check_sizes, name_grid
 from stretto.cli.commands import refuse_options
 from stretto.cli.console import Json, print_json, refusing_bad_input
 from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
@@ -273,8 +273,6 @@ def _print(simulated: "StepSimulation", changed: "Sequence[ChangedStep]") -> Non
     from rich import box
     from rich.console import Console
     from rich.table import Table
-
-    from stretto.axes import name_grid
 
     console = Console()
     config = simulated.programs.config
