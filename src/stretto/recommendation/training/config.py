@@ -11,7 +11,6 @@ from stretto.quantities import MAX_WIDTH
 from stretto.suggestions import are_missing
 from stretto.train.config.options import (
     MAX_RANKS,
-    CanBeNone,
     GridConfig,
     JobConfig,
     RunOptions,
@@ -37,29 +36,23 @@ class DLRMModelConfig(Section):
     """The DLRM to train: a preset, a shape given by its numbers, or a preset with some numbers replaced."""
 
     kind: Literal["dlrm"] = option(..., "the kind of model; a file without it trains a GPT")
-    name: Annotated[str | None, CanBeNone] = option(None, "a preset: small, kaggle, mlperf-v2, paper")
-    rows: Annotated[list[_Rows] | None, CanBeNone] = option(
-        None, "rows of each embedding table", unset=PRESETS, max_length=MAX_TABLES
-    )
-    max_rows: Annotated[int | None, CanBeNone] = option(
+    name: str | None = option(None, "a preset: small, kaggle, mlperf-v2, paper")
+    rows: list[_Rows] | None = option(None, "rows of each embedding table", unset=PRESETS, max_length=MAX_TABLES)
+    max_rows: int | None = option(
         None, "limit on the rows of a table; the categories of longer tables then collide", ge=1, le=MAX_ROWS
     )
-    pooling: Annotated[list[_Width] | None, CanBeNone] = option(
+    pooling: list[_Width] | None = option(
         None, "mean rows that a sample looks up in each table; one number holds for all tables",
         unset="the preset's, else 1", max_length=MAX_TABLES,
     )  # fmt: skip
-    dim: Annotated[int | None, CanBeNone] = option(
-        None, "embedding dimension of every table", unset=PRESETS, ge=1, le=MAX_WIDTH
-    )
-    bottom: Annotated[list[_Width] | None, CanBeNone] = option(
+    dim: int | None = option(None, "embedding dimension of every table", unset=PRESETS, ge=1, le=MAX_WIDTH)
+    bottom: list[_Width] | None = option(
         None, "layer widths of the bottom MLP, which reads the dense features; the last is `model.dim`", unset=PRESETS
     )
-    top: Annotated[list[_Width] | None, CanBeNone] = option(
+    top: list[_Width] | None = option(
         None, "layer widths of the top MLP, after the interaction; the last is 1", unset=PRESETS
     )
-    dense: Annotated[int | None, CanBeNone] = option(
-        None, "dense features of a sample", unset="the preset's, else 13", ge=1, le=MAX_WIDTH
-    )
+    dense: int | None = option(None, "dense features of a sample", unset="the preset's, else 13", ge=1, le=MAX_WIDTH)
 
     def to_dlrm(self) -> "DLRMConfig":
         """Build the model's shape. Raises ValueError when the numbers do not fit together."""
@@ -90,10 +83,10 @@ class DLRMDataConfig(Section):
     format: Literal["criteo", "synthetic"] = option(
         ..., "`criteo`: lines of text, gzipped or not; `synthetic`: generated samples that have a signal to learn"
     )
-    path: Annotated[str | list[str] | None, CanBeNone] = option(
+    path: str | list[str] | None = option(
         None, "criteo: a file or folder, or a list of them", unset="required for criteo"
     )
-    evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
+    evaluation_path: str | list[str] | None = option(
         None, "criteo: files to evaluate on", unset="the last samples of `data.path`"
     )
     samples: int = option(1 << 20, "synthetic: size of the training set", unit="samples", ge=1, lt=1 << 62)
@@ -117,9 +110,7 @@ class DLRMRunConfig(RunOptions):
     table_lr: float = option(0.02, "the tables' learning rate after warm-up; it follows the MLPs' schedule", gt=0)
     table_eps: float = option(1e-8, "all but sgd: added to the denominator", gt=0)
     table_weight_decay: float = option(0.0, "decay of rows that are looked up, added to their gradients", ge=0)
-    table_clip: Annotated[float | None, CanBeNone] = option(
-        None, "largest norm of the gradient of a table's row", unset="no limit", gt=0
-    )
+    table_clip: float | None = option(None, "largest norm of the gradient of a table's row", unset="no limit", gt=0)
     sharding: Literal["table", "auto"] = option(
         "table",
         "placement of tables: `table` keeps each whole on a rank, `auto` also cuts and replicates them for balance",

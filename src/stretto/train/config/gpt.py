@@ -25,7 +25,6 @@ from stretto.quantities import MAX_LAYERS, MAX_LENGTH
 from stretto.train.config.model import ModelConfig
 from stretto.train.config.options import (
     MAX_RANKS,
-    CanBeNone,
     CanBeSwitch,
     GridConfig,
     JobConfig,
@@ -42,7 +41,7 @@ class DataConfig(Section):
     path: str | list[str] = option(
         ..., "a file or folder, or a list of them; `python-docs` is the documentation in Python's standard library"
     )
-    weights: Annotated[list[float] | None, CanBeNone] = option(
+    weights: list[float] | None = option(
         None, "a weight for each path of `data.path`: each is packed by itself, and its sequences are this share of "
         "all ([data.md](data.md#mixtures))", unset="the paths are one stream",
     )  # fmt: skip
@@ -52,22 +51,22 @@ class DataConfig(Section):
         "of nanoGPT (.bin) or Megatron (.bin with .idx); `auto` detects the format",
     )
     field: str = option("text", "for documents: the field of a record that has its text, or its token ids")
-    separator: Annotated[str | None, CanBeNone] = option(
+    separator: str | None = option(
         None, "for documents: text whose tokens end each of them, such as the tokenizer's end of text"
     )
     document_mask: bool = option(
         True, "for documents: tokens attend to their own document alone, whose first token is no target; with `false` "
         "boundaries count for nothing",
     )  # fmt: skip
-    tokenizer: Annotated[str | None, CanBeNone] = option(
+    tokenizer: str | None = option(
         None, "for text and documents: `bytes`, or the path of a Hugging Face tokenizer.json", unset="`bytes`, or the "
         "tokenizer of `model.path`",
     )  # fmt: skip
     token_dtype: Literal["uint16", "uint32", "int64"] = option("uint16", "for nanogpt: the dtype of ids in the file")
-    evaluation_path: Annotated[str | list[str] | None, CanBeNone] = option(
+    evaluation_path: str | list[str] | None = option(
         None, "held-out data: a file or folder, or a list of them, read as `data.path` is"
     )
-    evaluation_sequences: Annotated[int | None, CanBeNone] = option(
+    evaluation_sequences: int | None = option(
         None, "how many sequences to evaluate on: the first of `data.evaluation_path`, or else the last of "
         "`data.path`, which are then not used for training", unit="sequences",
         unset="all of `data.evaluation_path`, or none of `data.path`", ge=1, lt=1 << 40,
@@ -100,7 +99,7 @@ class RunConfig(RunOptions):
     batch: int = option(
         ..., "global batch size; must be a multiple of data x z (x micro_batch)", unit="sequences", ge=1, lt=1 << 31
     )
-    batch_ramp: Annotated[list[StepAndBatch] | None, CanBeNone] = option(
+    batch_ramp: list[StepAndBatch] | None = option(
         None, "smaller batches at first: pairs of a step and the batch up to it, `[[1000, 64], [3000, 128]]`; after "
         "these, `train.batch`", unit="steps and sequences",
     )  # fmt: skip
@@ -117,21 +116,19 @@ class RunConfig(RunOptions):
     fp8_leave_out: list[str] = option(
         list(Fp8().leave_out), "fp8: what computes in bf16: `first` and `last` blocks, `head`, and patterns of names"
     )
-    micro_batch: Annotated[int | None, CanBeNone] = option(
+    micro_batch: int | None = option(
         None, "sequences in one forward and backward pass of a rank; gradients accumulate over the passes of a step",
         unit="sequences", unset="the rank's whole part of the batch", ge=1,
     )  # fmt: skip
-    clip: Annotated[float | None, CanBeNone] = option(
-        1.0, "clip gradients to this global norm; `none` does not clip", gt=0
-    )
-    ema: Annotated[float | None, CanBeNone] = option(
+    clip: float | None = option(1.0, "clip gradients to this global norm; `none` does not clip", gt=0)
+    ema: float | None = option(
         None, "also keep exponential moving averages of the weights, with this decay; evaluations take these "
         "([training.md](training.md#averages-of-weights))", gt=0, lt=1,
     )  # fmt: skip
     recompute: Annotated[str, AfterValidator(_check_recompute)] = execution_option("recompute")
     reshard: ReshardPolicy = execution_option("reshard")
     drop_duplicates: bool = execution_option("drop_duplicates")
-    expert_rows: Annotated[int | None, CanBeNone] = execution_option("expert_rows", ge=1, lt=1 << 40)
+    expert_rows: int | None = execution_option("expert_rows", ge=1, lt=1 << 40)
     expert_reduce: ExpertReduce = execution_option("expert_reduce")
     tune_matmuls: bool = execution_option("tune_matmuls")
     fused: Annotated[Fused, CanBeSwitch] = execution_option("fused")
@@ -169,7 +166,7 @@ class RunConfig(RunOptions):
     step_on: Literal["device", "host", "auto"] = option(
         "device", "optimizer_state host: where the optimizer step runs; `auto` measures both when training begins"
     )
-    host_memory: Annotated[float | None, CanBeNone] = option(
+    host_memory: float | None = option(
         None, "optimizer_state host: how much of this machine's memory all ranks may use", unit="bytes",
         unset="the container's or the machine's limit", gt=0,
     )  # fmt: skip
@@ -233,14 +230,14 @@ class PipelineConfig(Section):
         "1f1b", "the order of forward and backward passes; `message-driven` computes whichever message arrives first "
         "([pipelines.md](pipelines.md))",
     )  # fmt: skip
-    virtual_stages: Annotated[int | None, CanBeNone] = option(
+    virtual_stages: int | None = option(
         None, "stages that each rank of pipe has", unit="stages",
         unset="2 for interleaved, zb-v and dualpipe-v, else 1", ge=1, le=MAX_LAYERS,
     )  # fmt: skip
-    limit: Annotated[int | None, CanBeNone] = option(
+    limit: int | None = option(
         None, "message-driven: number of micro-batches in flight", unset="`grid.pipe`", ge=1, le=1 << 20
     )
-    serve_first: Annotated[Literal["arrival", "backward", "forward"] | None, CanBeNone] = option(
+    serve_first: Literal["arrival", "backward", "forward"] | None = option(
         None, "message-driven: what is computed first if an activation and a gradient are both waiting",
         unset="`backward`",
     )  # fmt: skip
@@ -248,7 +245,7 @@ class PipelineConfig(Section):
         0, "1f1b: forward passes of the first stage before its first backward pass, beyond those that 1F1B needs; they "
         "hide the latency of messages", unit="micro-batches", ge=0, le=1 << 20,
     )  # fmt: skip
-    cuts: Annotated[list[int] | None, CanBeNone] = option(
+    cuts: list[int] | None = option(
         None, "the blocks with which stages 1, 2, ... begin", unset="so that the costliest stage is as cheap as can be"
     )
 
@@ -293,7 +290,7 @@ class TrainConfig(JobConfig):
         None, "number of processes; must be the grid's product", unit="ranks", unset="the grid's product",
         ge=1, le=MAX_RANKS, validate_default=True,
     )  # fmt: skip
-    cluster: Annotated[str | None, CanBeNone] = option(
+    cluster: str | None = option(
         None, "a machine of `stretto cluster list` or a file of `stretto probe`; the report then compares the "
         "planner's prediction with the measurement",
     )  # fmt: skip

@@ -9,9 +9,19 @@ machine.
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 
 from stretto.axes import (
     AXES,
@@ -49,8 +59,6 @@ def execution_option(name: str, **rules: Any) -> Any:
     return option(described["default"], described["help"], **texts, **rules)
 
 
-CanBeNone = BeforeValidator(lambda value: None if value == "none" else value)
-"""Of options that can be switched off, by the text "none": TOML has no null."""
 CanBeSwitch = BeforeValidator(
     lambda value: {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 )
@@ -76,6 +84,14 @@ class Section(BaseModel):
     """A table of the file. Unknown options, values of another type, infinities and NaN are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_none(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take the text "none" for None, which TOML lacks, where an option may be None and the word is no choice."""
+        kinds = get_args(cls.model_fields[str(info.field_name)].annotation)
+        is_off = value == "none" and NoneType in kinds and not any("none" in get_args(kind) for kind in kinds)
+        return None if is_off else value
 
 
 class _GridSection(Section):
@@ -190,7 +206,7 @@ class RunOptions(Section):
         "stable, decay) over the last `train.decay_steps`, `constant` keeps it",
     )  # fmt: skip
     min_lr: float = option(0.0, "learning rate at the end of the decay", ge=0)
-    decay_steps: Annotated[int | None, CanBeNone] = option(
+    decay_steps: int | None = option(
         None, "wsd: steps over which the learning rate decays linearly; `none` for a tenth of `train.steps`",
         unit="steps", ge=1, le=MAX_STEPS,
     )  # fmt: skip
@@ -202,7 +218,7 @@ class RunOptions(Section):
     beta2: float = option(0.95, "adamw: decay of the running mean of squared gradients", ge=0, lt=1)
     eps: float = option(1e-8, "adamw: added to the denominator", gt=0)
     momentum: float = option(0.0, "sgd, muon: momentum; for muon 0 stands for 0.95", ge=0, lt=1)
-    checkpoint_every: Annotated[int | None, CanBeNone] = option(
+    checkpoint_every: int | None = option(
         None, "how often to write a checkpoint; one is also written when training ends or is stopped", unit="steps",
         ge=1,
     )  # fmt: skip
@@ -211,7 +227,7 @@ class RunOptions(Section):
         "`false` training waits",
     )  # fmt: skip
     keep_checkpoints: int = option(2, "how many of the newest checkpoints to keep", unit="checkpoints", ge=1)
-    keep_every: Annotated[int | None, CanBeNone] = option(
+    keep_every: int | None = option(
         None, "also keep permanently the checkpoints whose step is a multiple of this; must be a multiple of "
         "`train.checkpoint_every`", unit="steps", ge=1,
     )  # fmt: skip
@@ -219,11 +235,11 @@ class RunOptions(Section):
         0, "also keep this many checkpoints with the lowest loss on held-out data; needs an evaluation at each "
         "checkpoint", unit="checkpoints", ge=0,
     )  # fmt: skip
-    evaluate_every: Annotated[int | None, CanBeNone] = option(
+    evaluate_every: int | None = option(
         None, "how often to evaluate on held-out data; the run is also evaluated after its last step", unit="steps",
         ge=1,
     )  # fmt: skip
-    resume: Annotated[str | None, CanBeNone] = option(
+    resume: str | None = option(
         None, "checkpoint to continue from: `latest` of the run in `out`, or the folder of a run or a checkpoint, also "
         "of one that torch.distributed.checkpoint has written elsewhere; the grid may differ",
     )  # fmt: skip
@@ -237,7 +253,7 @@ class RunOptions(Section):
         "stop", "what happens if a step's loss or gradient norm is not finite: `stop` ends the run; `skip` skips the "
         "update on all ranks and continues. Both save the step's batch",
     )  # fmt: skip
-    verify_steps: Annotated[int | None, CanBeNone] = option(
+    verify_steps: int | None = option(
         None, "how often ranks compare a hash of replicated weights, to detect silent data corruption "
         "([when ranks fail](when-ranks-fail.md#replicated-weights)); also before each checkpoint",
         unit="steps", ge=1,
@@ -260,7 +276,7 @@ class RunOptions(Section):
     )  # fmt: skip
     trace: bool = option(False, "also write a timeline of two steps: trace.json and timeline.png")
     tensorboard: bool = option(False, "also write TensorBoard events (pip install 'stretto[tensorboard]')")
-    wandb: Annotated[str | None, CanBeNone] = option(
+    wandb: str | None = option(
         None, "also log to this project of Weights & Biases (pip install 'stretto[wandb]'); WANDB_MODE=offline writes "
         "only to the run's folder",
     )  # fmt: skip
