@@ -127,7 +127,7 @@ def test_a_named_file_that_is_no_table_is_refused_by_name(tmp_path, content, mes
 
 
 def test_a_named_file_that_is_not_there_or_too_large_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"absent.json cannot be read: No such file"):
+    with pytest.raises(ValueError, match=r"absent.json: cannot be read: No such file"):
         Table.load(tmp_path / "absent.json", "a", 4, has_nvlink=True)
     with (tmp_path / "large.json").open("wb") as file:
         file.truncate(1 << 30)

@@ -31,7 +31,7 @@ def test_a_file_that_is_no_table_is_neither_used_nor_overwritten(tmp_path, setti
 def test_a_table_that_is_absent_is_written_but_not_used(tmp_path):
     absent = tmp_path / "absent.json"
     CollectivesTuning(table=absent)
-    with pytest.raises(ValueError, match=r"absent\.json cannot be read"):
+    with pytest.raises(ValueError, match=r"absent\.json: cannot be read"):
         CollectivesSetting(table=absent)
 
 

@@ -31,7 +31,6 @@ from stretto.cli.schedules import (
     write,
 )
 from stretto.quantities import counted, read_bytes
-from stretto.suggestions import did_you_mean_file
 
 if TYPE_CHECKING:
     from stretto.collectives.schedule import Schedule
@@ -425,14 +424,11 @@ def _cleaning_up_when_ended() -> Iterator[None]:
 
 def _agree_to_run(script: Path, *, is_agreed: bool) -> None:
     """Ask before a script is run for the first time, or after a change. ValueError without a terminal."""
-    from stretto.cluster import read_bounded
+    from stretto.cluster import read_bounded, reading
     from stretto.native_code import cache_folder
 
-    try:
+    with reading(script, (".py",)):
         content = read_bounded(script, MAX_SCRIPT_BYTES, "a script")
-    except OSError as error:
-        near = did_you_mean_file(script, (".py",)) if isinstance(error, FileNotFoundError) else ""
-        raise ValueError(f"{script}: cannot be read: {error.strerror}{near}") from error
     mark = cache_folder() / "agreed-scripts" / hashlib.sha256(content).hexdigest()
     if mark.exists():
         return

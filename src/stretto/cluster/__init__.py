@@ -10,7 +10,7 @@ collectives between and inside nodes).
 
 from stretto.axes import name_grid
 from stretto.cluster.cluster import Cluster
-from stretto.cluster.files import check_depth, read_bounded
+from stretto.cluster.files import check_depth, read_bounded, reading
 from stretto.cluster.model import (
     GPU,
     FlopRates,
@@ -37,4 +37,5 @@ __all__ = [
     "check_depth",
     "name_grid",
     "read_bounded",
+    "reading",
 ]

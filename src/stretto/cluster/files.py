@@ -2,7 +2,8 @@
 """Reads cluster files, presets and other untrusted files, whose size is bounded before they are read."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from stat import S_ISREG
@@ -64,6 +65,16 @@ def check_depth(values: object, where: str) -> None:
         level = [inner for each in containers for inner in (each.values() if isinstance(each, dict) else each)]
     if any(isinstance(each, dict | list) for each in level):
         raise ValueError(f"{where}: is nested too deeply: at most {DEEPEST} tables or lists may lie in one another")
+
+
+@contextmanager
+def reading(path: Path, suffixes: Collection[str] = ()) -> Iterator[None]:
+    """Convert an OSError in the block into a ValueError that names the file, and the most similar one that is there."""
+    try:
+        yield
+    except OSError as error:
+        near = did_you_mean_file(path, suffixes) if isinstance(error, FileNotFoundError) else ""
+        raise ValueError(f"{error.filename or path}: cannot be read: {error.strerror or error}{near}") from error
 
 
 def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:

@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from stretto.cluster import check_depth, read_bounded
+from stretto.cluster import check_depth, read_bounded, reading
 from stretto.huggingface.config_json import read_sizes
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.models.gpt_config import PRESETS, GPTConfig
 from stretto.planner.architecture import Architecture
 from stretto.planner.experts.layers import LatentShape, MoeShape
 from stretto.quantities import check_count
-from stretto.suggestions import are_missing, did_you_mean, did_you_mean_file, require_known_options
+from stretto.suggestions import are_missing, did_you_mean, require_known_options
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -119,11 +119,8 @@ def _experts_of_gpt(config: GPTConfig) -> dict[str, Any]:
 
 
 def _from_file(path: Path, seq_len: int) -> Architecture:
-    try:
+    with reading(path, (".toml", ".json")):
         raw = read_bounded(path, MAX_FILE_BYTES, "a model's configuration")
-    except OSError as error:
-        near = did_you_mean_file(path, (".toml", ".json")) if isinstance(error, FileNotFoundError) else ""
-        raise ValueError(f"{path}: {error.strerror or error}{near}") from None
     try:
         text = raw.decode()
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

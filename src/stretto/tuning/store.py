@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.atomic_files import write_atomically
-from stretto.cluster import read_bounded
+from stretto.cluster import read_bounded, reading
 from stretto.native_code import cache_folder
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,8 @@ def read_times(path: Path) -> dict[str, dict[str, tuple[float, ...]]]:
 
     ValueError, which names the file, where it cannot be read or holds anything but times.
     """
-    try:
+    with reading(path, (".json",)):
         content = _read_json(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     for machine, known in content.items():
         if not isinstance(known, dict):
             raise ValueError(f"{path} is no file of measured times: {machine!r} has no table")

@@ -15,9 +15,10 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.cluster import reading
 from stretto.recommendation.data.batch import ClickBatch, make_bags
 from stretto.train.data.cache import cached_file
-from stretto.train.data.files import cut_short, file_size, find_files, reading
+from stretto.train.data.files import cut_short, file_size, find_files
 from stretto.train.data.hashing import key_of, mix
 
 NUMBERS, CATEGORIES = 13, 26

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.atomic_files import naming_file
-from stretto.cluster import read_bounded
+from stretto.cluster import read_bounded, reading
 from stretto.simulator.chakra.schema import (
     ChakraNode,
     Metadata,
@@ -98,10 +98,8 @@ def read_chakra(prefix: str | Path, *, groups: str | Path | None = None) -> Chak
 
 def read_rank(path: Path, *, max_nodes: int = MAX_NODES) -> tuple[Metadata, tuple[ChakraNode, ...]]:
     """Read one rank's file. Raises ValueError as `read_chakra`."""
-    try:
+    with reading(path):
         data = read_bounded(path, MAX_FILE_BYTES, "a rank of a trace")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):
         raise ValueError(f"{path} is compressed: unpack it with gunzip")
     classes = messages()
@@ -177,10 +175,8 @@ def _find_files(prefix: Path) -> list[Path]:
 
 
 def _read_groups(path: Path) -> dict[str, tuple[int, ...]]:
-    try:
+    with reading(path, (".json",)):
         text = read_bounded(path, MAX_GROUPS_BYTES, "a file of groups")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     try:
         content = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from stretto.cluster import Cluster, read_bounded
+from stretto.cluster import Cluster, read_bounded, reading
 from stretto.simulator.network.clusters import of_cluster
 from stretto.simulator.network.topology import NetworkTopology
 from stretto.suggestions import name_known
@@ -114,16 +114,11 @@ class MachineCosts:
         path = Path(name)
         if path.suffix != ".json":
             raise ValueError(f"no costs are known of the machine {name!r}{name_known(name, cls.known(), 'there are')}")
-        try:
-            text = read_bounded(path, MAX_FILE_BYTES, "a file of costs").decode("utf-8")
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not UTF-8") from error
-        return cls.parse(text, str(path))
+        with reading(path, (".json",)):
+            return cls.parse(read_bounded(path, MAX_FILE_BYTES, "a file of costs"), str(path))
 
     @classmethod
-    def parse(cls, text: str, where: str) -> "MachineCosts":
+    def parse(cls, text: str | bytes, where: str) -> "MachineCosts":
         """Costs from the JSON of `to_json`. Raises ValueError that names `where` and what is wrong there."""
         try:
             return TypeAdapter(cls).validate_json(text)

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.cluster import reading
 from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.folder import load_tokenizer_of
 from stretto.train.data.cache import cached_file
 from stretto.train.data.dataset import SequenceDataset
-from stretto.train.data.files import cut_short, file_size, reading
+from stretto.train.data.files import cut_short, file_size
 from stretto.train.data.stream import Segment, TokenStream
 from stretto.train.data.text import cache_key, open_bytes, vocab_of
 

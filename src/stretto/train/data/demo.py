@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from stretto.atomic_files import create_atomically
+from stretto.cluster import reading
 from stretto.train.data.cache import cached_file
-from stretto.train.data.files import reading
 
 MIN_BYTES = 1_000_000
 

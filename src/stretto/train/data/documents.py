@@ -21,10 +21,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.cluster import reading
 from stretto.execution import IGNORED_TARGET
 from stretto.train.data.cache import cached_file
 from stretto.train.data.dataset import TokenDataset
-from stretto.train.data.files import file_size, reading
+from stretto.train.data.files import file_size
 from stretto.train.data.records import Document, read_documents
 from stretto.train.data.stream import Segment, TokenStream
 from stretto.train.data.text import BYTE_VOCAB, PIECE_BYTES, PIECES_AT_ONCE, cut_piece, load_any_tokenizer, vocab_of

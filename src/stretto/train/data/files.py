@@ -4,11 +4,10 @@
 import json
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.cluster import read_bounded
+from stretto.cluster import read_bounded, reading
 from stretto.suggestions import did_you_mean, did_you_mean_file
 
 FORMATS = ("auto", "text", "chat", "jsonl", "parquet", "arrow", "nanogpt", "megatron")
@@ -50,15 +49,6 @@ SIGNATURES = {
     b"MMIDIDX\x00": "a Megatron-LM index",
     b"TNTIDX\x00\x00": "an index of Megatron-LM's old format",
 }
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Convert an OSError in the block into a ValueError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{error.filename or path}: cannot be read: {error.strerror or error}") from error
 
 
 class DataFile:

@@ -12,9 +12,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stretto.cluster import reading
 from stretto.quantities import MAX_VOCAB
 from stretto.suggestions import did_you_mean
-from stretto.train.data.files import file_size, read_head, reading
+from stretto.train.data.files import file_size, read_head
 
 MAX_LINE_BYTES = 1 << 28  # of JSON Lines: a longer one is no document
 BATCH_ROWS = 256  # of Parquet's that are held as Python's objects

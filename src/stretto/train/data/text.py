@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from stretto.cluster import read_bounded
+from stretto.cluster import read_bounded, reading
 from stretto.huggingface.folder import load_tokenizer_of
 from stretto.train.data.cache import cached_file
-from stretto.train.data.files import cut_short, file_size, read_head, reading
+from stretto.train.data.files import cut_short, file_size, read_head
 from stretto.train.data.stream import Segment, TokenStream
 
 if TYPE_CHECKING:

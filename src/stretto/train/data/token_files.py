@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.train.data.files import cut_short, file_size, read_head, reading
+from stretto.cluster import reading
+from stretto.train.data.files import cut_short, file_size, read_head
 from stretto.train.data.stream import Segment, TokenStream
 
 TOKEN_DTYPES = {"uint16": "<u2", "uint32": "<u4", "int64": "<i8"}
