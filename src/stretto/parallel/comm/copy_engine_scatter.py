@@ -10,6 +10,7 @@ Each rank numbers its reduce-scatters and signals to the others the number of th
 no part is overwritten while it is read. Numbers and signals are in device memory and only count up: CUDA graphs replay.
 """
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -131,7 +132,8 @@ class CopyEngineReduceScatter:
 
     def _size(self, gradient: Tensor, element: int) -> int:
         """The bytes of a rank's part of a gradient in the ring."""
-        return _align(-(-gradient.shape[0] // self.group.size()) * gradient[:1].numel() * element)
+        rows, *others = gradient.shape
+        return _align(-(-rows // self.group.size()) * math.prod(others) * element)
 
     def _find_place(self, size: int) -> int:
         """Where the next part begins in the ring: after the last one, or at the beginning."""

@@ -72,9 +72,9 @@ class AttentionTuner:
 def _time(call: AttentionCall, backend: SDPBackend | None, device: torch.device) -> float:
     """The median seconds of a forward and a backward pass; infinite where the kernel does not take the call.
 
-    torch keeps cuDNN's graph of a backward pass by shapes and the strides of queries, keys and values, and would compute
-    a model's own gradients by it, in silence, were they laid out otherwise than these. So these are laid out as models'
-    are, [b, s, heads, d], and the lengths are somewhat other ones.
+    torch keeps cuDNN's graph of a backward pass by shapes and the strides of queries, keys and values, and would
+    compute a model's own gradients by it, in silence, were they laid out otherwise than these. So these are laid out as
+    models' are, [b, s, heads, d], and the lengths are somewhat other ones.
     """
     more = -_OTHER_LENGTH if min(shape[-2] for shape in call.shapes) > 2 * _OTHER_LENGTH else _OTHER_LENGTH
     query, key, value = (
