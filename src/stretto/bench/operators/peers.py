@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # which defines the operators of async tensor parallelism
 from torch import Tensor
 
 from stretto.ops.gemm import Scales
