@@ -43,7 +43,7 @@ TABLE: dict[Kind, GroupedConfig] = {
     "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "weight gradient": GroupedConfig(Blocks(128, 128, 32, 8, 4, 6, 2)),
 }
-_WEIGHT_GRADIENT_OF_MANY_ROWS = GroupedConfig(Blocks(256, 128, 32, 8, 8, 6, 1))
+_WEIGHT_GRADIENT_OF_MANY_ROWS = GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1))
 
 
 def find_config(kind: Kind, rows_of_expert: float, processors: int) -> GroupedConfig:
