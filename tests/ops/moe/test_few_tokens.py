@@ -12,7 +12,7 @@ import triton.language as tl
 from tests.ops.moe.oracle import make_layer
 from tests.ops.moe.test_exchange import Case, part
 from tests.ops.test_failures import shorten_limits
-from tests.tiles.machine_code import compile_to_ptx, find_spills, make_channel
+from tests.tiles.machine_code import compile_to_ptx, find, find_spills, make_channel
 
 from stretto import ops
 from stretto.memory import PeerError
@@ -223,7 +223,7 @@ def test_a_missed_call_is_an_error_that_names_the_rank(interpret):
         assert "waited in vain for rank 1" in message
 
 
-def launch_few(kernel, is_fp8=False):
+def launch_few(kernel, is_fp8=False, is_dependent=False):
     """(the kernel, arguments and options) of a call of 128 tokens on 4 ranks."""
     world, sizes, columns, rows, block, warps = 4, (128, 8, 32, 4096), 2048, 8, 512, 8
     channel = make_channel("p2p")._replace(begun_in_kernel=tl.constexpr(True))
@@ -235,17 +235,23 @@ def launch_few(kernel, is_fp8=False):
         few_kernels.combine_sums: (halves, halves, 100),
     }[kernel]
     words = columns // 4 if is_fp8 and len(operands) > 3 else columns // 2
-    layout = few_tokens._describe(world, sizes, words, rows, block, 32 * warps)
+    layout = few_tokens._describe(world, sizes, words, rows, block, 32 * warps, is_dependent)
     arguments = channel, layout, choices, longs, ints, *operands
-    return kernel, arguments, {"num_warps": warps, "enable_fp_fusion": False}
+    return (
+        kernel,
+        arguments,
+        {"num_warps": warps, "enable_fp_fusion": False} | ({"launch_pdl": True} if is_dependent else {}),
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_packets_are_stored_and_polled_in_fours_by_one_thread_each(is_fp8, tmp_path):
     for kernel, sources in ((few_kernels.dispatch_tokens, 1), (few_kernels.combine_sums, 4)):
-        _, arguments, options = launch_few(kernel, is_fp8)
+        _, arguments, options = launch_few(kernel, is_fp8, is_dependent=True)
         lines = compile_to_ptx(kernel, arguments, **options)
+        [waits] = (number for number, line in enumerate(lines) if "griddepcontrol.wait" in line)
+        assert waits < find(lines, r"\b(ld|st|atom|red)\S*\.global")  # nothing is read that the kernel before may write
         polls = [line for line in lines if re.search(r"ld\.volatile\.global\.v4\.b32", line)]
         each = 8 * 512 // (32 * options["num_warps"]) // 4
         assert len(polls) == 2 * each * sources  # before the loop, and in it

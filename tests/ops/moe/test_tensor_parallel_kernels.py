@@ -14,7 +14,7 @@ from tests.tiles.machine_code import RELEASE, compile_to_ptx, find_spills, make_
 from stretto import ops, tiles
 from stretto.ops import KernelConfig, moe, tuning
 from stretto.ops.moe import tensor_parallel_kernels as kernels
-from stretto.ops.moe.grouped.config import GroupedWork, find_config
+from stretto.ops.moe.grouped.config import find_config
 from stretto.ops.moe.grouped.tile_order import TileOrder
 from stretto.tiles.compile_only import count_shared_bytes
 
@@ -130,7 +130,7 @@ def launch_sending(transposed=False):
     routed = kernels.Routed(
         torch.zeros(512, dtype=torch.int32), torch.zeros(256, 2, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
     )
-    config = find_config(GroupedWork("product", 128, False), 132)
+    config = find_config("product", 128, 132)
     with (
         mock.patch.object(kernels, "find_landing", return_value=(block_channel, 0, 0, None)),
         mock.patch.object(kernels.Routed, "order", return_value=order),

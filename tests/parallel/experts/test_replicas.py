@@ -135,6 +135,10 @@ def balance_early() -> list[dict[str, float]]:
     for wrong in (-1, 1.0):
         with pytest.raises(ValueError, match=f"0 or more replicas, not {wrong}"):
             balance_experts(model, wrong)
+    whole = parallelize(GPT(gpt(balance="none")), Grid(data=2))
+    assert balance_experts(whole, 0) == {}
+    with pytest.raises(ValueError, match=r"all experts of blocks\.0\.mlp\.experts: replicas need a grid of expert > 1"):
+        balance_experts(whole)
     return found
 
 

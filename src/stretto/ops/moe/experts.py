@@ -131,8 +131,7 @@ def _gate(
     n = (rows if tokens is None else tokens).shape[0]
     if n and gate_up.numel():
         rows, gate_up = rows.contiguous(), gate_up.contiguous()
-        experts, by_tokens = gate_up.shape[0], tokens is not None
-        config = choose_config(implementation, "gate", n, experts, (rows, gate_up), by_tokens=by_tokens)
+        config = choose_config(implementation, "gate", n, gate_up.shape[0], (rows, gate_up))
         if config is not None:
             with torch.cuda.device_of(rows):
                 return kernels.multiply_gated(
@@ -187,11 +186,10 @@ def _differentiate_gate(
     arrivals: Arrivals | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(the gradient of inner, silu(gate) * up times factors, the gradient of factors)."""
-    n, by_tokens = inner.shape[0], tokens is not None
+    n = inner.shape[0]
     if n and down.numel():
         down = down.contiguous()
-        operands = grad, down, inner
-        config = choose_config(implementation, "gate gradient", n, down.shape[0], operands, by_tokens=by_tokens)
+        config = choose_config(implementation, "gate gradient", n, down.shape[0], (grad, down, inner))
         if config is not None:
             with torch.cuda.device_of(grad):
                 found = kernels.differentiate_gate(config, grad, down, offsets, inner, tokens, factors, arrivals)

@@ -33,7 +33,8 @@ class FewLayout(NamedTuple):
     source's choices of that expert stand before it (0: the expert is elsewhere); then weights; then the scale of a row
     in fp8. packets (int32), from `packets` on: [ranks, tokens, row]. slot: int64 words of a slot. words: packets of a
     row that is sent, at most `row`. rows, block: tokens and packets of a unit of work; places: a power of two, ranks *
-    (local + 1) or more, and bins, local + 1 or more; threads: of a program.
+    (local + 1) or more, and bins, local + 1 or more; threads: of a program. is_dependent: the kernel is launched while
+    the one before it on the stream ends, and waits for that (programmatic dependent launch, sm_90).
     """
 
     slot: Any
@@ -50,6 +51,7 @@ class FewLayout(NamedTuple):
     places: Any
     bins: Any
     threads: Any
+    is_dependent: Any
 
 
 class SentChoices(NamedTuple):
@@ -97,6 +99,8 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
     is taken by one program, in the call that sends it.
     """
     world: tl.constexpr = channel.world
+    if layout.is_dependent:
+        tl.extra.cuda.gdc_wait()
     slot = tiles.call_slot(channel).to(tl.int64)
     numbered += slot * layout.slot
     packets += slot * (2 * layout.slot) + layout.packets
@@ -363,6 +367,8 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
     """
     world: tl.constexpr = channel.world
     dtype: tl.constexpr = rows.dtype.element_ty
+    if layout.is_dependent:
+        tl.extra.cuda.gdc_wait()
     slot = tiles.call_slot(channel).to(tl.int64)
     numbered += slot * layout.slot
     packets += slot * (2 * layout.slot) + layout.packets

@@ -284,7 +284,7 @@ class ColumnPlaces(Places):
 
         def multiply() -> Tensor:
             rows = make()
-            config = find_tiles(how, (rows, weight), len(rows), by_tokens=False)
+            config = find_tiles(how, (rows, weight), len(rows))
             return multiply_leaving(config, rows, weight, weights, self._routed, self.group)
 
         is_transposed = not weight.is_contiguous()

@@ -180,14 +180,14 @@ def _require_agreement(call: str, group: str, device: torch.device, *, is_ready:
 
 
 def _find_config(
-    call: str, implementation: str, n: int, operands: tuple[Tensor, ...], group: str, *, by_tokens: bool
+    call: str, implementation: str, n: int, operands: tuple[Tensor, ...], group: str
 ) -> GroupedConfig | None:
     """The kernel's configuration of a product, None for the library. ValueError where "kernel" is asked for in vain."""
     device, config = operands[0].device, None
     obstacle = _find_obstacle(implementation, group, device) if n else ""
     if implementation != "library" and find_group(group).size() > 1 and n and not obstacle:
         try:
-            config = find_tiles(implementation, operands, n, by_tokens=by_tokens)
+            config = find_tiles(implementation, operands, n)
         except ValueError as error:  # which other ranks need not have
             obstacle = str(error)
     is_ready = _require_agreement(f"{call}, {implementation}", group, device, is_ready=not obstacle)
@@ -196,9 +196,9 @@ def _find_config(
     return config
 
 
-def find_tiles(implementation: str, operands: tuple[Tensor, ...], n: int, *, by_tokens: bool) -> GroupedConfig:
+def find_tiles(implementation: str, operands: tuple[Tensor, ...], n: int) -> GroupedConfig:
     """The tiles of a product of n rows, of "kernel" or an encoded configuration. ValueError where none can run."""
-    found = choose_config("kernel", "product", n, len(operands[1]), operands, by_tokens=by_tokens)
+    found = choose_config("kernel", "product", n, len(operands[1]), operands)
     assert found is not None
     blocks = None if implementation == "kernel" else decode(implementation).blocks
     return found if blocks is None else GroupedConfig(blocks)
@@ -281,8 +281,7 @@ def _run_gather(
             keeps_gathered, is_transposed=not weight.is_contiguous(),
         )  # fmt: skip
     config = _find_config(
-        f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", implementation, tokens.shape[0], (x, weight), group,
-        by_tokens=True,
+        f"all-gather of [{x.shape[0]}, {x.shape[1]}] {x.dtype}", implementation, tokens.shape[0], (x, weight), group
     )  # fmt: skip
     if config is not None and weight.numel():
         routed = Routed(tokens, positions, offsets)
@@ -352,7 +351,7 @@ def _run_scatter(
         )  # fmt: skip
     config = _find_config(
         f"reduce-scatter of [{positions.shape[0]}, {weight.shape[1]}] {rows.dtype}, {weighted}", implementation,
-        rows.shape[0], (rows, weight), group, by_tokens=False,
+        rows.shape[0], (rows, weight), group,
     )  # fmt: skip
     everyones = None if topk_weights is None else _gather(topk_weights, group, implementation)
     if config is not None and weight.numel():

@@ -107,14 +107,19 @@ def balance_experts(model: nn.Module, replicas: int = 1) -> Mapping[str, float]:
     host waits for the device once. All ranks call it.
 
     Returns, of each module, the load of the busiest rank over the mean with these replicas, for the measured loads.
-    ValueError for fewer than 0 replicas, and for experts with biases.
+    ValueError for fewer than 0 replicas, and for experts that have biases, or are not divided.
     """
     require_type(model, nn.Module, "model")
     if type(replicas) is not int or replicas < 0:
         raise ValueError(f"balance_experts: a rank holds 0 or more replicas, not {replicas!r}")
     found: dict[str, ExpertReplicas] = {}
     for name, module in model.named_modules():
-        if isinstance(held := getattr(module, "replicas", None), ExpertReplicas):
+        held = getattr(module, "replicas", module)
+        if held is None and replicas:
+            raise ValueError(
+                f"balance_experts: each rank has all experts of {name}: replicas need a grid of expert > 1"
+            )
+        if isinstance(held, ExpertReplicas):
             if module.has_biases:
                 raise ValueError(f"balance_experts: {name} has biases, of which there are no replicas")
             found[name] = held

@@ -27,8 +27,8 @@ class GroupedConfig(NamedTuple):
 
     blocks: tiles. n: columns of the result (with a gate, of gate and of up each); k: the step of the sum; of a weights'
     gradient, tiles are m x n of a weight, and k are rows. halves: the last rows of an expert, if they fit, take a tile
-    of half the rows. is_flattened: the compiler joins loops over tiles and steps, so that a tile's loads begin before
-    the last one's stores; not with halves. stores_by_tma: whether whole tiles of plain products are.
+    of half the rows. is_flattened: of products; the compiler joins loops over tiles and steps, so that a tile's loads
+    begin before the last one's stores; not with halves. stores_by_tma: whether whole tiles of plain products are.
     """
 
     blocks: Blocks
@@ -37,52 +37,34 @@ class GroupedConfig(NamedTuple):
     stores_by_tma: bool = False
 
 
-class GroupedWork(NamedTuple):
-    """A grouped product, as far as its speed depends on it; rows are gathered inside the kernel if by_tokens."""
-
-    kind: Kind
-    rows_of_expert: float
-    by_tokens: bool
-
-
 TABLE: dict[Kind, GroupedConfig] = {
     "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1), is_flattened=True, stores_by_tma=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "weight gradient": GroupedConfig(Blocks(128, 128, 32, 8, 4, 6, 2)),
 }
-_WEIGHT_GRADIENT_OF_MANY_ROWS = GroupedConfig(Blocks(256, 128, 32, 8, 8, 6, 1))
+_WEIGHT_GRADIENT_OF_MANY_ROWS = GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1))
 
 
-def find_config(work: GroupedWork, processors: int) -> GroupedConfig:
+def find_config(kind: Kind, rows_of_expert: float, processors: int) -> GroupedConfig:
     """The tiles of a product on so many multiprocessors of a GPU; 0: it is interpreted."""
-    has_many = work.kind == "weight gradient" and work.rows_of_expert >= _MANY_ROWS
-    config = _WEIGHT_GRADIENT_OF_MANY_ROWS if has_many else TABLE[work.kind]
+    has_many = kind == "weight gradient" and rows_of_expert >= _MANY_ROWS
+    config = _WEIGHT_GRADIENT_OF_MANY_ROWS if has_many else TABLE[kind]
     if processors == 0:
         return config._replace(blocks=config.blocks._replace(m=32, n=32, k=32, num_stages=2, programs=4))
     return config._replace(blocks=config.blocks._replace(programs=processors * config.blocks.programs))
 
 
-def is_faster(work: GroupedWork) -> bool:
+def is_faster(kind: Kind, rows_of_expert: float) -> bool:
     """True if the kernel is faster than the library with its passes that gather and gate: the choice of "auto".
 
-    Tokens of a weights' gradient are gathered faster by a pass of their own. A gate's epilogue takes as long as its
-    pass does, so that it pays only where there is little else.
+    A gate's epilogue takes as long as its pass does, so that it pays only where there is little else.
     """
-    if work.kind == "weight gradient":
-        return not work.by_tokens
-    return work.kind == "product" or work.rows_of_expert < _FEW_ROWS
+    return kind in ("product", "weight gradient") or rows_of_expert < _FEW_ROWS
 
 
 def choose_config(
-    implementation: str,
-    kind: Kind,
-    n: int,
-    experts: int,
-    operands: tuple[Tensor, ...],
-    *,
-    by_tokens: bool,
-    room: int = 0,
+    implementation: str, kind: Kind, n: int, experts: int, operands: tuple[Tensor, ...], *, room: int = 0
 ) -> GroupedConfig | None:
     """The configuration of a call, or None for the library. ValueError where "kernel" is asked for in vain.
 
@@ -96,11 +78,11 @@ def choose_config(
         if implementation == "kernel":
             raise ValueError(f'implementation="kernel": {obstacle}; "auto" takes the library')
         return None
-    work = GroupedWork(kind, n / max(experts, 1), by_tokens)
+    rows_of_expert = n / max(experts, 1)
     processors = max(count_processors(first.device.index) - room, 1) if first.is_cuda else 0
     # The library takes fp16 expert by expert, and the host waits for the offsets.
-    is_taken = first.is_cuda and (first.dtype == torch.float16 or is_faster(work))
-    return find_config(work, processors) if implementation == "kernel" or is_taken else None
+    is_taken = first.is_cuda and (first.dtype == torch.float16 or is_faster(kind, rows_of_expert))
+    return find_config(kind, rows_of_expert, processors) if implementation == "kernel" or is_taken else None
 
 
 def _find_obstacle(n: int, operands: tuple[Tensor, ...]) -> str | None:

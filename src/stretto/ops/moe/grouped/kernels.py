@@ -110,27 +110,21 @@ def differentiate_gate(
     return GateGradient(out, activated, products)
 
 
-def multiply_transposed(
-    config: GroupedConfig,
-    grad: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    grad_tokens: Tensor | None = None,
-    row_tokens: Tensor | None = None,
-) -> Tensor:
-    """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]; with tokens, grad and rows are [t, .]."""
+def multiply_transposed(config: GroupedConfig, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
+    """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]."""
     (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
     experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
-    grad_tokens, row_tokens = (one if one is None else one.contiguous() for one in (grad_tokens, row_tokens))
     out = rows.new_empty(experts, b, a)
     launch_cached(
-        sum_outer_products, programs,
-        describe_ragged(grad, (k, m)) if grad_tokens is None else grad, grad_tokens,
-        describe_ragged(rows, (k, n)) if row_tokens is None else rows, row_tokens,
+        sum_outer_products, programs, describe_ragged(grad, (k, m)), describe_ragged(rows, (k, n)),
         offsets.contiguous(), _describe(out, 1, m, n // 2), b, a, experts, group_rows,
-        BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, FLATTEN=config.is_flattened, num_warps=num_warps, num_stages=num_stages,
+        EXPERTS=_round_up(experts), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
+
+
+def _round_up(experts: int) -> int:
+    return max(triton.next_power_of_2(experts), _MANY_EXPERTS)
 
 
 def _launch_product(
@@ -176,7 +170,7 @@ def _launch_product(
         return
     launch_cached(
         multiply_groups, programs, source, half_rows, tokens, described, offsets, *results, *sizes,
-        EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
+        EXPERTS=_round_up(experts), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k,
         TRANSPOSED=is_transposed, EPILOGUE=epilogue, HALVES=halves, FLATTEN=flattens,
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
@@ -447,46 +441,51 @@ def _store_ragged(matrix, block, row, end, column):  # type: ignore[no-untyped-d
 
 @triton.jit(do_not_specialize=["experts", "group_rows"])
 def sum_outer_products(  # type: ignore[no-untyped-def]
-    grad, grad_tokens, rows, row_tokens, offsets, out, b, a, experts, group_rows,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FLATTEN: tl.constexpr,
+    grad, rows, offsets, out, b, a, experts, group_rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """out [experts, b, a] = each expert's grad.T @ rows, zeros without rows. Persistent.
 
-    grad: a ragged descriptor of [n, b], or with grad_tokens int32 [n] a tensor [t, b], of which row i is
-    grad[grad_tokens[i]]; rows and row_tokens alike, of [n, a]. out: a descriptor. A tile is BLOCK_M x BLOCK_N of an
-    expert's, and sums BLOCK_K rows a step. Order: expert after expert. Synchronization: none: programs own their tiles.
+    grad, rows: ragged descriptors of [n, b] and [n, a]. out: a descriptor. A tile is BLOCK_M x BLOCK_N of an expert's,
+    and sums BLOCK_K rows a step, in one step at least. EXPERTS: a power of two, experts or more. Order: expert after
+    expert; programs take tiles in turns. Synchronization: none: programs own their tiles.
+
+    One loop has the steps of all of a program's tiles, so that a tile's loads begin before the last one's stores:
+    Triton joins loops by itself only where the inner one's length is the same for all tiles. It is pipelined because
+    what the next step's loads need is known before this step's product.
     """
     row_tiles, column_tiles = tl.cdiv(b, BLOCK_M), tl.cdiv(a, BLOCK_N)
-    expert_tiles = row_tiles * column_tiles
-    for tile in tl.range(tl.program_id(0), experts * expert_tiles, tl.num_programs(0), flatten=FLATTEN):
-        expert = tile // expert_tiles
-        row_tile, column_tile = order_tiles(tile % expert_tiles, row_tiles, column_tiles, group_rows)
-        begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for row in range(begin, end, BLOCK_K):
-            left = _load_rows(grad, grad_tokens, row, end, row_tile * BLOCK_M, b, BLOCK_K, BLOCK_M)
-            right = _load_rows(rows, row_tokens, row, end, column_tile * BLOCK_N, a, BLOCK_K, BLOCK_N)
-            total = tl.dot(left.T, right, total)
-        first, second = halve(total)
-        half: tl.constexpr = BLOCK_N // 2
-        for part in tl.static_range(2):
-            values = (first if part == 0 else second).to(out.dtype)
-            place = [expert, row_tile * BLOCK_M, column_tile * BLOCK_N + part * half]
-            out.store(place, tl.reshape(values, (1, BLOCK_M, half)))
+    expert_tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
+    at = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets + at, mask=at < experts, other=0)
+    steps = tl.cdiv(tl.load(offsets + at + 1, mask=at < experts, other=0) - begins, BLOCK_K)
+    steps = tl.where(at < experts, tl.maximum(steps, 1), 0)
+    ahead = programs - 1 - tl.program_id(0)
+    own_tiles = ((at + 1) * expert_tiles + ahead) // programs - (at * expert_tiles + ahead) // programs
+    tile = tl.program_id(0) - programs
+    expert, first_row, first_column, row, end = 0, 0, 0, 0, 0
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in tl.range(0, tl.sum(own_tiles * steps)):
+        row += BLOCK_K
+        if row >= end:
+            tile += programs
+            expert = tile // expert_tiles
+            row_tile, column_tile = order_tiles(tile % expert_tiles, row_tiles, column_tiles, group_rows)
+            first_row, first_column = row_tile * BLOCK_M, column_tile * BLOCK_N
+            row, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        left = _load_ragged(grad, row, end, first_row, BLOCK_K, BLOCK_M)
+        right = _load_ragged(rows, row, end, first_column, BLOCK_K, BLOCK_N)
+        total = tl.dot(left.T, right, total)
+        if row + BLOCK_K >= end:
+            halves = halve(total)
+            half: tl.constexpr = BLOCK_N // 2
+            for part in tl.static_range(2):
+                values = tl.reshape(halves[part].to(out.dtype), (1, BLOCK_M, half))
+                out.store([expert, first_row, first_column + part * half], values)
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 
 @triton.jit
-def _load_rows(  # type: ignore[no-untyped-def]
-    matrix, tokens, row, end, column, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Load a block of a ragged descriptor, or of a tensor's rows that tokens name; zeros from row `end` on."""
-    if tokens is None:
-        block = matrix.load([MOST_ROWS, end, MOST_ROWS - (end - row), column])
-        block = tl.reshape(block, (BLOCK_M, BLOCK_N))
-    else:
-        columns = columns // 8 * 8  # shows Triton that rows begin at multiples of 16 bytes
-        at, steps = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        token = tl.load(tokens + at, mask=at < end, other=0).to(tl.int64)
-        mask = (at < end)[:, None] & (steps < columns)[None, :]
-        block = tl.load(matrix + token[:, None] * columns + steps[None, :], mask=mask, other=0)
-    return block
+def _load_ragged(matrix, row, end, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load a block of a ragged descriptor; zeros from row `end` on."""
+    return tl.reshape(matrix.load([MOST_ROWS, end, MOST_ROWS - (end - row), column]), (BLOCK_M, BLOCK_N))
