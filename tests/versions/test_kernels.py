@@ -239,7 +239,8 @@ def launch_begin_of_pooling() -> Launch:
 
 def launch_pooling_alone() -> Launch:
     arguments = (
-        make_channel("p2p"), tiles.look_up_tiles(*[WORDS] * 5), embedding.look_up(), embedding.pooling(),
+        make_channel("p2p"), routed.MadeSignals(tiles.look_up_tiles(*[WORDS] * 5), WORDS, 8), embedding.look_up(),
+        embedding.pooling(),
         embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, WORDS, embedding.REPORT, 4, "remote_first",
     )  # fmt: skip
     return Launch(forward_kernel.pool_alone, arguments, {"num_warps": 1})
