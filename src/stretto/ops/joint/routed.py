@@ -385,9 +385,9 @@ def make_tables(
     """Write a rank's routed schedule into tables on its device.
 
     capacity: channels of a receiver, of one sender. parts, channels: of a pair's rows, at most if its pieces are as
-    many. made: rows that are not there at the beginning. nodes: of each rank, where there are several: signals are then
-    of this rank's node alone, and `movers` programs put. What a rank keeps is moved last: it may be made last, and
-    nobody waits for it.
+    many. made: rows that are not there at the beginning. Those that a rank keeps, for which nobody waits, may be made
+    last, and are moved last. nodes: of each rank, where there are several: signals are then of this rank's node alone,
+    and `movers` programs put.
     """
     near = [peer for peer in range(len(routed.ranks)) if not nodes or nodes[peer] == nodes[rank]]
     world, pieces = len(routed.ranks), routed.pieces
@@ -432,7 +432,7 @@ def make_tables(
 
     lists = [routed.list_places(of, area) for of in range(world) for area in (GIVEN, FORWARDED, ARRIVED)]
     starts = list(accumulate(map(len, lists), initial=0))
-    messages = sorted(plan.messages, key=lambda message: message.receiver == rank)
+    messages = sorted(plan.messages, key=lambda message: made is not None and message.receiver == rank)
     hops = [(message, hop) for message in messages for hop in message.hops]
     far = [  # in the order of all ranks' messages, by which channels are numbered
         (message.channel, sender, message)
