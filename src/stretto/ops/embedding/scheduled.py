@@ -90,7 +90,7 @@ class ScheduledMoves(NamedTuple):
         sizes = ring.channel.channels, parts, channels
         movers = max(_count_programs(device) // 2, 1) if nodes else 0
         tables = make_tables(routed, rank, *sizes, device, pooled, nodes=nodes, movers=movers)
-        puts = find_put_channel(group, device, movers, of_rows=True) if nodes else None
+        puts = find_put_channel(group, device, movers) if nodes else None
         table = (
             torch.tensor(rows, dtype=torch.int32, device="cpu")[:, None, None]
             .expand(world, world, 2)
