@@ -100,14 +100,13 @@ def joint_gemm(  # type: ignore[no-untyped-def]
     signals this rank, as a mover of this node would. A receiver waits for slices alone, in one order of all ranks'
     moves, so every put finds a slot, however few there are. Only this rank writes to its `landed` what was put.
     """
-    inputs, landed, out = moved.inputs, moved.landed, moved.out
     if tl.program_id(0) < tables.movers:
         for move in range(tables.moves):
-            run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move)
+            run_move(channel, puts, sources, destinations, tables, moved, move)
     if puts is not None:  # noqa: SIM102  (a constant, and a number of the device)
         if (tl.program_id(0) >= tables.movers) & (tl.program_id(0) < 2 * tables.movers):
             for number in range(tables.moves, tables.moves + tables.receives):
-                receive_move(channel, puts, sources, destinations, tables, landed, number)
+                receive_move(channel, puts, sources, destinations, tables, moved.landed, number)
     count = tables.row_tiles * tl.cdiv(gemm.n, gemm.block_n)
     tile = tiles.claim(channel)
     while tile < count:
@@ -223,7 +222,7 @@ def _count_tile(row_tiles, order, gemm, tile, should_count):  # type: ignore[no-
 
 
 @triton.jit
-def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move):  # type: ignore[no-untyped-def]
+def run_move(channel, puts, sources, destinations, tables, moved, move):  # type: ignore[no-untyped-def]
     """Wait for a move's sources, add up this program's part of them, store it to all destinations, and signal."""
     first, last = tl.load(tables.first_source + move), tl.load(tables.first_source + move + 1)
     first_to, last_to = tl.load(tables.first_destination + move), tl.load(tables.first_destination + move + 1)
@@ -235,16 +234,12 @@ def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, 
     ends = first, last, first_to, last_to
     if puts is None:
         for start in range(tl.program_id(0) * MOVED_AT_ONCE, size, tables.movers * MOVED_AT_ONCE):
-            _move_some(
-                channel, puts, sources, destinations, tables, inputs, landed, out, ends, ready, start, start, size
-            )
+            _move_some(channel, puts, sources, destinations, tables, moved, ends, ready, start, start, size)
     else:
         of_slice = _find_slice(puts, tables, size)
         for start in range(tl.program_id(0) * of_slice, size, tables.movers * of_slice):
             for at in range(start, tl.minimum(start + of_slice, size), MOVED_AT_ONCE):
-                _move_some(
-                    channel, puts, sources, destinations, tables, inputs, landed, out, ends, ready, start, at, size
-                )
+                _move_some(channel, puts, sources, destinations, tables, moved, ends, ready, start, at, size)
     for to in range(first_to, last_to):
         low, high = tiles.tile_channels(destinations, to)
         if high > low:
@@ -253,12 +248,13 @@ def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, 
 
 
 @triton.jit
-def _move_some(channel, puts, sources, destinations, tables, inputs, landed, out, ends, ready, start, at, size):  # type: ignore[no-untyped-def]
+def _move_some(channel, puts, sources, destinations, tables, moved, ends, ready, start, at, size):  # type: ignore[no-untyped-def]
     """Add up MOVED_AT_ONCE of a move's `size` elements, from `at` on, and store or put them.
 
     start: of the slice that they are put in. ends: first and last source, and destination.
     """
     first, last, first_to, last_to = ends
+    inputs, landed, out = moved.inputs, moved.landed, moved.out
     offsets = at + tl.arange(0, MOVED_AT_ONCE)
     mask = offsets < size
     total = _add_up(sources, tables, inputs, landed, first, last, ready, offsets, mask)
