@@ -131,8 +131,8 @@ def measure_figures(setting: FiguresSetting, ranks: int) -> list[dict[str, Any]]
 
 
 def _measure_puts(setting: FiguresSetting, batch: LookupBatch, device: torch.device) -> list[dict[str, Any]]:
-    """Time look-ups between nodes, whose vectors for a rank are put after every so many samples, in messages of a slot;
-    with their bytes and, by the native proxy, without, beside look-ups that store.
+    """Time look-ups between nodes, whose vectors for a rank are put in parts of as many as so many samples have, table
+    by table, in messages of a slot; with their bytes and, by the native proxy, without, beside look-ups that store.
 
     A pair of ranks has at least as many slices as signals.
     """

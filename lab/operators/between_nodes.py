@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lab.harness import Bench, column
 from stretto.bench.operators.settings import CASES, OPERATORS, local_shape
-from stretto.bench.settings import Needs, Option, Ranks, require_known
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp, require_known
 
 KINDS = ("gather", "scatter", "reduce", "experts", "embedding")
 _EXPERTS, _TOP_K = 16, 4
@@ -33,6 +33,8 @@ class OperatorsBetweenNodesSetting:
     ms: Annotated[tuple[int, ...], Option("Rows of the whole; samples of a look-up.")] = (2048, 8192)
     nodes: Annotated[str, Option("The declared nodes, as 2x2 or 4x1.")] = "2x2"
     ranks: Ranks = None
+    warm_up: WarmUp = 2
+    repeats: Repeats = 5
 
     def __post_init__(self) -> None:
         require_known("operator", self.operators, KINDS)
@@ -62,7 +64,7 @@ def measure_operators(setting: OperatorsBetweenNodesSetting) -> list[Row]:
 
 
 def _measure_all(setting: OperatorsBetweenNodesSetting) -> list[dict[str, Any]]:
-    from stretto.bench.harness import time_steps
+    from stretto.bench.harness import print_row, time_steps
     from stretto.cluster.local_ranks import name_node
 
     os.environ["STRETTO_NODES"] = setting.nodes
@@ -83,11 +85,15 @@ def _measure_all(setting: OperatorsBetweenNodesSetting) -> list[dict[str, Any]]:
                     runs = _make_embedding(m, device)
                 case _:
                     runs = _make_dense(kind, setting.case, m, device)
-            times = {name: time_steps(run, warm_up=3, repeats=10) * 1e3 for name, run in runs.items()}
+            times = {
+                name: time_steps(run, warm_up=setting.warm_up, repeats=setting.repeats) * 1e3
+                for name, run in runs.items()
+            }
             possible = times["library"] - max(times["product"], times["collective"])
             gained = (times["library"] - times["kernel"]) / possible
             speedup = times["library"] / times["kernel"]
             rows.append({"operator": kind, "m": m, **times, "speedup": speedup, "gained": gained})
+            print_row(rows[-1])  # what follows may take longer than there is
     return rows
 
 

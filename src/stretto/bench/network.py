@@ -2,7 +2,7 @@
 """`stretto bench network`: two ranks of this machine, declared to be two nodes, put to each other and send by sockets.
 
 Both go over loopback, both ways at once. The rates are of whole puts with their signals, with as many in flight as fit
-into 4 MiB, up to four; sockets send from one buffer. Larger sizes are also measured from four slots, and four buffers:
+into 2 MiB, up to four; sockets send from one buffer. Larger sizes are also measured from four slots, and four buffers:
 memory that a CPU's cache does not hold costs both of them a good part of their rate. The latency is half of a round
 trip of 8 bytes. An idle proxy also looks at a FIFO that kernels could write to.
 """
@@ -39,7 +39,7 @@ COLUMNS = (
     Column("ratio", "puts / sockets", "{:.2f}"),
 )
 IN_FLIGHT = 4
-_IN_FLIGHT_BYTES = 4 << 20
+_IN_FLIGHT_BYTES = 2 << 20
 _ROUND_TRIPS = 500
 _ROUNDS = 7
 _TIMEOUT = 60.0

@@ -40,10 +40,13 @@ def compare(group, seeds):
 
 
 def refuse(group):
-    """What a bad index of rank 1 raises on rank 0, of another node; and whether another call is right after that."""
-    kind = Kind([[(5, 8)], [(7, 8)]], 4, torch.float32, torch.int64, "sum", False, 3)
-    case, rank = fill_case(kind, 1), dist.get_rank()
-    right, own = look_up_case(case, group=group), case.owners[rank]
+    """What a bad index of rank 1 raises on rank 0, of another node; and whether another call is right after that.
+
+    What a rank puts takes more slices than there are slots, and each slice several steps.
+    """
+    kind = Kind([[(5, 1024)], [(7, 1024)]], 8, torch.float32, torch.int64, "sum", False, 3)
+    case, rank = fill_case(kind, 2), dist.get_rank()
+    right, own = in_one_node(lambda group: look_up_case(case, group=group), None), case.owners[rank]
     good = own.indices
     if rank == 1:
         own.indices = good.clone()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Look-ups whose vectors move by a schedule, interpreted: the bits of the kernels' own exchange, on 1 to 4 ranks."""
 
+import math
 import random
 from unittest import mock
 
@@ -12,6 +13,7 @@ from tests.ops.embedding.jagged import Kind, fill_case, look_up_case, make_case,
 
 from stretto.collectives.algorithms import find
 from stretto.ops.embedding import forward
+from stretto.ops.joint.routed import MadeRows
 from stretto.tiles.launches import Launches
 
 SEED = random.randrange(10**6)
@@ -117,6 +119,29 @@ def test_no_kernel_is_loaded_while_another_one_waits_for_it(interpret):
     """CUDA may have the loading of a kernel wait for all that run: the one would wait for the other for good."""
     first, *messages = "begin_pooling", "pool_alone", "move_rows"
     assert interpret(1, list_launches) == [[[first, *messages], [first, *reversed(messages)]]]
+
+
+def test_a_channel_is_signalled_by_every_table_that_its_parts_have_numbers_of():
+    """Else a part would be sent before it is pooled; and no channel waits for a table that its parts do not need."""
+    print(f"seed {SEED}")
+    chosen = random.Random(SEED)
+    for _ in range(50):
+        columns, rows = chosen.choice((1, 2, 8)), chosen.choice((1, 4))
+        spans = [columns * chosen.randint(1, 40) for _ in range(chosen.randint(1, 6))]
+        made = MadeRows(tuple(spans), 1, columns, rows)
+        each, channels = chosen.randint(1, 3), chosen.randint(1, 8)
+        # As the kernel cuts a pair's rows (`_find_size`).
+        part_rows = math.ceil(math.ceil(sum(spans) // columns / (each * channels)) / rows) * rows
+        owners = [table for table, span in enumerate(spans) for _ in range(span)]
+        needed = [
+            set(owners[channel * each * part_rows * columns : (channel + 1) * each * part_rows * columns])
+            for channel in range(channels)
+        ]
+        signalled = [set() for _ in range(channels)]
+        for table, (first, last) in enumerate(made.find_channels(each * channels, each)):
+            for channel in range(first, last):
+                signalled[channel].add(table)
+        assert signalled == needed, made
 
 
 def compile_look_up():

@@ -180,7 +180,7 @@ def _pool_and_move(
     before a kernel for which they wait is loaded: CUDA may let its loading wait for all that runs.
     """
     ring, width = launch.ring, placement.widths[placement.rank]
-    pooled = bags.offsets.new_empty(placement.world_size, placement.local_batch, max(width, 1), dtype=placement.dtype)
+    pooled = bags.offsets.new_empty(placement.world_size, placement.local_batch * width or 1, dtype=placement.dtype)
     pooled = pooled if width else pooled[..., :0]
     kernel_tables = describe_tables(tables, 0, placement.local_batch, width, bags.indices.shape[0])
     device = pooled.device
@@ -189,7 +189,9 @@ def _pool_and_move(
         with tiles.copy_engine(ring.channel):
             moves.launch(channel, pooled, launch.pointers.permit)
 
-    key = placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled))
+    made = moves.tables.made
+    assert made is not None
+    key = placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled, made.count))
     is_loaded = ring.channel.launch.knows(pool_alone, key)  # never if interpreted: those run one after another
     if is_loaded:
         move()
@@ -197,7 +199,7 @@ def _pool_and_move(
         pool_alone,
         key,
         count_programs(config, placement, len(tables.dims), device),
-        (channel, moves.tables.given, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
+        (channel, made, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
          launch.pointers.permit, ring.index_errors.report, placement.world_size, "remote_first"),
         num_warps=config.num_warps,
         num_stages=1,

@@ -165,7 +165,7 @@ def pool_and_send(  # type: ignore[no-untyped-def]
             total = pool_bags(tables, pooling, bags, address, rows, dim, ring.slots.dtype, table, start, end, report)
             mask = mask & publishes
             out = tl.multiple_of(tiles.peer_pointer(channel, ring.slots, destination) + slot, 16)
-            store_bags(tables, out, sample, mask, dim, column, total)
+            store_bags(tables, out, sample, mask, dim, tables.width, column, total)
         if destination != channel.rank:
             stored = tl.minimum(tables.batch - first, pooling.slice)
             tile = destination * mapping.channels + table % mapping.channels
@@ -197,13 +197,15 @@ def _note(trace, row, first, second, third):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pool_alone(  # type: ignore[no-untyped-def]
-    channel, mapping, tables, pooling, bags, out, tickets, permit, report, world, ORDER: tl.constexpr
+    channel, made, tables, pooling, bags, out, tickets, permit, report, world, ORDER: tl.constexpr
 ):
     """Pool as `pool_and_send` does, without communication, into out [world, batch, width].
 
-    tickets: int32 [1], 0. channel, mapping, permit: None for all; or, for a schedule's moves, which send the rows of
-    each rank once they are pooled (`move_rows`).
-    Signals: after a slice's stores, its rank's tile of the mapping, here, by the number of its samples.
+    tickets: int32 [1], 0. channel, made, permit: None for all; or, for a schedule's moves, which send the rows of each
+    rank as they are pooled (`move_rows`): out is then [world, sum of all tables' batch * dim], so that what is pooled
+    first comes first.
+    Signals: after a slice's stores, all of `made`'s channels of its rank that have rows of its table, here, by the
+    number of its samples.
     """
     per_rank = tl.cdiv(tables.batch, pooling.slice)
     tasks = world * tables.count * per_rank
@@ -215,16 +217,24 @@ def pool_alone(  # type: ignore[no-untyped-def]
     while ticket < tasks:
         destination, table, group = place_task(ticket, world, rank, tables.count, per_rank, ORDER=ORDER)
         address, rows, dim, column = find_table(tables, table)
+        of_rank = destination.to(tl.int64) * tables.batch
         for part in range(0, pooling.slice, pooling.bags):
             sample = group * pooling.slice + part + tl.arange(0, pooling.bags)
             mask = sample < tables.batch
             row = destination * tables.batch + sample
             start, end = read_bags(tables, pooling, bags, table, world, row, mask, report)
             total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
-            store_bags(tables, out, row, mask, dim, column, total)
+            if permit is None:
+                store_bags(tables, out, row, mask, dim, tables.width, column, total)
+            else:
+                first = tl.multiple_of(of_rank * tables.width + column * tables.batch, tables.out_multiple)
+                store_bags(tables, out + first, sample, mask, dim, dim, 0, total)
         if permit is not None:
             stored = tl.minimum(tables.batch - group * pooling.slice, pooling.slice)
-            tiles.producer_tile_notify(channel, mapping, destination, "p2p", count=stored)
+            first_channel, end_channel = tl.load(made.spans + 2 * table), tl.load(made.spans + 2 * table + 1)
+            for of_rows in range(first_channel, end_channel):
+                tile = destination * made.count + of_rows
+                tiles.producer_tile_notify(channel, made.mapping, tile, "p2p", count=stored)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
 
 

@@ -139,11 +139,11 @@ def pool_bags(tables, pooling, bags, address, rows, dim, dtype, table, start, en
 
 
 @triton.jit
-def store_bags(tables, out, sample, sample_mask, dim, column, total):  # type: ignore[no-untyped-def]
-    """Round a tile to the output's dtype and store it: rows `sample` of `out`, from `column` on."""
+def store_bags(tables, out, sample, sample_mask, dim, width, column, total):  # type: ignore[no-untyped-def]
+    """Round a tile to the output's dtype and store it: rows `sample`, of `width`, of `out`, from `column` on."""
     columns = tl.arange(0, tables.block)
     mask = sample_mask[:, None]
     if tables.dim != tables.block:
         mask = mask & (columns < dim)[None, :]
-    offset = tl.multiple_of(sample.to(tl.int64) * tables.width, tables.out_multiple) + column
+    offset = tl.multiple_of(sample.to(tl.int64) * width, tables.out_multiple) + column
     tl.store(out + (offset[:, None] + columns[None, :]), total.to(out.dtype.element_ty), mask=mask)

@@ -2,15 +2,16 @@
 """The look-up's exchange by a schedule: vectors are pooled here, move by any verified all-to-all, and are put in order.
 
     pool_alone      pools this rank's tables for the samples of each rank, and signals what is there
-    move_rows       beside it, on a side stream: sends a rank's vectors as soon as they are pooled, passes others on
-    torch.cat       the vectors of all ranks, side by side
+    move_rows       beside it, on a side stream: sends parts of a rank's vectors as they are pooled, passes others on
+    collect         the vectors of all ranks, side by side
 
-Every rank pools for every other one, and so knows how many rows it has for it: vectors lie one after another as rows of
-as many numbers as divide all ranks' columns, in memory of one slot. `begin_pooling` has received that all ranks have
-begun the call, and so have read what the last one left there.
+Every rank pools for every other one, and so knows how many rows it has for it: vectors lie one after another, those of
+a table together, as rows of as many numbers as divide all ranks' columns, in memory of one slot. `begin_pooling` has
+received that all ranks have begun the call, and so have read what the last one left there.
 """
 
 import math
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,15 @@ from stretto.ops.embedding.output_ring import CHANNELS, OutputRing, limit_channe
 from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.joint.launch import find_node_group, find_put_channel
 from stretto.ops.joint.registry import name_between_nodes
-from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
+from stretto.ops.joint.routed import (
+    GivenRows,
+    LandedRows,
+    MadeRows,
+    RoutedTables,
+    find_routed,
+    launch_moves,
+    make_tables,
+)
 from stretto.ops.operator import find_group, require_agreement
 
 _PARTS = 128  # of all ranks' rows
@@ -36,14 +45,15 @@ class ScheduledMoves(NamedTuple):
     """What all calls of a placement by one schedule share.
 
     table: int32 [source, target, 2], of which the first number says how many rows of `columns` numbers each rank has
-    for each other one; gradients return as many. landed: this rank's, in the ring's memory. puts: to ranks of other
-    nodes; the ring is then of this node's ranks.
+    for each other one; gradients return as many. tile: rows and numbers that a program moves at once. landed: this
+    rank's, in the ring's memory. puts: to ranks of other nodes; the ring is then of this node's ranks.
     """
 
     ring: OutputRing
     tables: RoutedTables
     table: Tensor
     columns: int
+    tile: tuple[int, int]
     landed: LandedRows
     puts: tiles.PutChannel | None
     is_back: bool
@@ -71,12 +81,16 @@ class ScheduledMoves(NamedTuple):
         landed = max(rows) * world if is_back else sum(rows), routed.forwarded_pairs * max(rows)
         size = sum(landed) * columns * placement.dtype.itemsize
         ring = OutputRing.find(here, device, size, of_schedule=f"{schedule} back" if is_back else schedule)
-        pooled = None if is_back else (batch * len(placement.dims[rank]),) * world  # samples of each rank
+        block = min(triton.next_power_of_2(columns), _BLOCK)
+        at_once = min(max(_TILE_BYTES // (block * placement.dtype.itemsize), 1), _TILE_ROWS)
+        tile = at_once if device.type == "cuda" else 4, block
+        spans = tuple(batch * dim for dim in placement.dims[rank])
+        pooled = None if is_back else MadeRows(spans, batch, columns, tile[0])
         parts, channels = (max(CHANNELS, _PARTS // world), CHANNELS) if device.type == "cuda" else (4, 2)
         sizes = ring.channel.channels, parts, channels
         movers = max(_count_programs(device) // 2, 1) if nodes else 0
         tables = make_tables(routed, rank, *sizes, device, pooled, nodes=nodes, movers=movers)
-        puts = find_put_channel(group, device, movers, of_rows=True) if nodes else None
+        puts = find_put_channel(group, device, movers) if nodes else None
         table = (
             torch.tensor(rows, dtype=torch.int32, device="cpu")[:, None, None]
             .expand(world, world, 2)
@@ -84,25 +98,26 @@ class ScheduledMoves(NamedTuple):
             .to(device)
         )
         memory = ring.slots.view(placement.dtype)[: sum(landed) * columns].view(-1, columns)
-        return cls(ring, tables, table, columns, LandedRows(memory, *landed), puts, is_back)
+        return cls(ring, tables, table, columns, tile, LandedRows(memory, *landed), puts, is_back)
 
     def launch(self, channel: tiles.Channel, pooled: Tensor, permit: Tensor) -> None:
-        """Launch `move_rows`, which sends vectors [world, samples, own columns] that the call pools, or what it is
-        given for each rank."""
-        device, itemsize = pooled.device, pooled.element_size()
-        block = min(triton.next_power_of_2(self.columns), _BLOCK)
-        rows = min(max(_TILE_BYTES // (block * itemsize), 1), _TILE_ROWS) if pooled.is_cuda else 4
+        """Launch `move_rows`, which sends what the call pools (`pool_alone`), or what it is given, for each rank."""
         given = GivenRows(pooled.view(-1, self.columns), None, self.columns)
         launch_moves(
-            self.ring.channel, channel, self.tables, given, self.landed, self.table, _count_programs(device),
-            (rows, block), by=(0, self.is_back), permit=permit, puts=self.puts,
+            self.ring.channel, channel, self.tables, given, self.landed, self.table, _count_programs(pooled.device),
+            self.tile, by=(0, self.is_back), permit=permit, puts=self.puts,
         )  # fmt: skip
 
     def collect(self, placement: EmbeddingPlacement) -> Tensor:
-        """The vectors of this rank's samples, [samples, all ranks' columns], once all have arrived."""
-        counts = [placement.local_batch * width for width in placement.widths]
-        parts = self.landed.rows.view(-1)[: sum(counts)].split(counts)
-        return torch.cat([part.view(placement.local_batch, -1) for part in parts if len(part)], 1)
+        """The vectors of this rank's samples, [samples, all ranks' columns], once all have arrived, table by table."""
+        samples, landed = placement.local_batch, self.landed.rows.view(-1)
+        out, column = landed.new_empty(samples, placement.width), 0
+        for dim, tables in groupby(chain.from_iterable(placement.dims)):
+            width = dim * len(list(tables))
+            arrived = landed[samples * column : samples * (column + width)].view(-1, samples, dim)
+            out[:, column : column + width].view(samples, -1, dim).copy_(arrived.transpose(0, 1))
+            column += width
+        return out
 
     def send_gradients(self, grad: Tensor, placement: EmbeddingPlacement, permit: Tensor, need: int) -> Tensor:
         """Send grad [samples, all ranks' columns] to the tables' owners: the global batch's, for this rank's columns.

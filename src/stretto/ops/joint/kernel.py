@@ -100,14 +100,13 @@ def joint_gemm(  # type: ignore[no-untyped-def]
     signals this rank, as a mover of this node would. A receiver waits for slices alone, in one order of all ranks'
     moves, so every put finds a slot, however few there are. Only this rank writes to its `landed` what was put.
     """
-    inputs, landed, out = moved.inputs, moved.landed, moved.out
     if tl.program_id(0) < tables.movers:
         for move in range(tables.moves):
-            run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move)
+            run_move(channel, puts, sources, destinations, tables, moved, move)
     if puts is not None:  # noqa: SIM102  (a constant, and a number of the device)
         if (tl.program_id(0) >= tables.movers) & (tl.program_id(0) < 2 * tables.movers):
             for number in range(tables.moves, tables.moves + tables.receives):
-                receive_move(channel, puts, sources, destinations, tables, landed, number)
+                receive_move(channel, puts, sources, destinations, tables, moved.landed, number)
     count = tables.row_tiles * tl.cdiv(gemm.n, gemm.block_n)
     tile = tiles.claim(channel)
     while tile < count:
@@ -223,7 +222,7 @@ def _count_tile(row_tiles, order, gemm, tile, should_count):  # type: ignore[no-
 
 
 @triton.jit
-def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, move):  # type: ignore[no-untyped-def]
+def run_move(channel, puts, sources, destinations, tables, moved, move):  # type: ignore[no-untyped-def]
     """Wait for a move's sources, add up this program's part of them, store it to all destinations, and signal."""
     first, last = tl.load(tables.first_source + move), tl.load(tables.first_source + move + 1)
     first_to, last_to = tl.load(tables.first_destination + move), tl.load(tables.first_destination + move + 1)
@@ -232,24 +231,15 @@ def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, 
         ready += tiles.consumer_tile_wait(channel, sources, source)
     low, high = tiles.tile_rows(sources, first)
     size = (high - low) * tables.width
-    for start in range(tl.program_id(0) * MOVED_AT_ONCE, size, tables.movers * MOVED_AT_ONCE):
-        offsets = start + tl.arange(0, MOVED_AT_ONCE)
-        mask = offsets < size
-        total = _add_up(sources, tables, inputs, landed, first, last, ready, offsets, mask)
-        for to in range(first_to, last_to):
-            low, high = tiles.tile_rows(destinations, to)
-            begin = tl.cast(low, tl.int64) * tables.width
-            area, peer = tl.load(tables.destination_areas + to), tiles.tile_rank(destinations, to)
-            if area == _OUTPUT:
-                tl.store(out + begin + offsets, total.to(out.dtype.element_ty), mask=mask)
-            elif puts is None:
-                value = total.to(landed.dtype.element_ty)
-                tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
-            elif area == _PUT_AREA:
-                _put_part(puts, tables, low, start, size, total.to(landed.dtype.element_ty), peer, mask)
-            else:
-                value = total.to(landed.dtype.element_ty)
-                tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
+    ends = first, last, first_to, last_to
+    if puts is None:
+        for start in range(tl.program_id(0) * MOVED_AT_ONCE, size, tables.movers * MOVED_AT_ONCE):
+            _move_some(channel, puts, sources, destinations, tables, moved, ends, ready, start, start, size)
+    else:
+        of_slice = _find_slice(puts, tables, size)
+        for start in range(tl.program_id(0) * of_slice, size, tables.movers * of_slice):
+            for at in range(start, tl.minimum(start + of_slice, size), MOVED_AT_ONCE):
+                _move_some(channel, puts, sources, destinations, tables, moved, ends, ready, start, at, size)
     for to in range(first_to, last_to):
         low, high = tiles.tile_channels(destinations, to)
         if high > low:
@@ -258,14 +248,47 @@ def run_move(channel, puts, sources, destinations, tables, inputs, landed, out, 
 
 
 @triton.jit
-def _put_part(puts, tables, first, start, size, value, peer, mask):  # type: ignore[no-untyped-def]
-    """Put these elements of a move, from `start` on, of `size`; first: the number of the move's first slice."""
-    slot = _find_slot(puts, tables, tl.program_id(0), first, start)
-    zero = tiles.await_credit(puts, slot, peer)
-    place = tiles.outgoing_slice(puts, slot, peer).to(tl.pointer_type(value.dtype))
-    tl.store(tl.multiple_of(place + zero, 16) + tl.arange(0, MOVED_AT_ONCE), value, mask=mask)
-    num_bytes = tl.minimum(size - start, MOVED_AT_ONCE) * (value.dtype.primitive_bitwidth // 8)
-    tiles.put_slice(puts, slot, num_bytes, peer, slot)
+def _move_some(channel, puts, sources, destinations, tables, moved, ends, ready, start, at, size):  # type: ignore[no-untyped-def]
+    """Add up MOVED_AT_ONCE of a move's `size` elements, from `at` on, and store or put them.
+
+    start: of the slice that they are put in. ends: first and last source, and destination.
+    """
+    first, last, first_to, last_to = ends
+    inputs, landed, out = moved.inputs, moved.landed, moved.out
+    offsets = at + tl.arange(0, MOVED_AT_ONCE)
+    mask = offsets < size
+    total = _add_up(sources, tables, inputs, landed, first, last, ready, offsets, mask)
+    for to in range(first_to, last_to):
+        low, _ = tiles.tile_rows(destinations, to)
+        begin = tl.cast(low, tl.int64) * tables.width
+        area, peer = tl.load(tables.destination_areas + to), tiles.tile_rank(destinations, to)
+        if area == _OUTPUT:
+            tl.store(out + begin + offsets, total.to(out.dtype.element_ty), mask=mask)
+        elif puts is None:
+            value = total.to(landed.dtype.element_ty)
+            tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
+        elif area == _PUT_AREA:
+            _put_some(puts, tables, low, start, at, size, total.to(landed.dtype.element_ty), peer, mask)
+        else:
+            value = total.to(landed.dtype.element_ty)
+            tiles.tile_push_data(channel, landed + begin, offsets, value, rank=peer, mask=mask)
+
+
+@triton.jit
+def _put_some(puts, tables, first, start, at, size, value, peer, mask):  # type: ignore[no-untyped-def]
+    """Store elements of a slice, from `at` on, into its slot: the first ones after its credit; the last ones put it.
+
+    first: the number of the first slice of the move, of `size`; start: the slice's first element.
+    """
+    of_slice = _find_slice(puts, tables, size)
+    slot = _find_slot(puts, tables, tl.program_id(0), first, start, of_slice)
+    if at == start:
+        tiles.await_credit(puts, slot, peer)
+    place = tiles.outgoing_slice(puts, slot, peer).to(tl.pointer_type(value.dtype)) + (at - start)
+    tl.store(tl.multiple_of(place, 16) + tl.arange(0, MOVED_AT_ONCE), value, mask=mask)
+    end = tl.minimum(start + of_slice, size)
+    if at + MOVED_AT_ONCE >= end:
+        tiles.put_slice(puts, slot, (end - start) * (value.dtype.primitive_bitwidth // 8), peer, slot)
 
 
 @triton.jit
@@ -276,23 +299,33 @@ def receive_move(channel, puts, sources, destinations, tables, landed, number): 
     first, _ = tiles.tile_rows(sources, source)
     low, high = tiles.tile_rows(destinations, to)
     begin, size = tl.cast(low, tl.int64) * tables.width, (high - low) * tables.width
-    for start in range(program * MOVED_AT_ONCE, size, tables.movers * MOVED_AT_ONCE):
-        slot = _find_slot(puts, tables, program, first, start)
+    of_slice = _find_slice(puts, tables, size)
+    for start in range(program * of_slice, size, tables.movers * of_slice):
+        slot = _find_slot(puts, tables, program, first, start, of_slice)
         zero = tiles.wait_slice(puts, peer, slot)
         place = tiles.arrived_slice(puts, slot, peer).to(tl.pointer_type(landed.dtype.element_ty))
-        at = tl.arange(0, MOVED_AT_ONCE)
-        mask = start + at < size
-        value = tl.load(tl.multiple_of(place + zero, 16) + at, mask=mask)
-        tl.store(landed + begin + start + at, value, mask=mask & tiles.may_publish(channel))
+        end = tl.minimum(start + of_slice, size)
+        for at in range(start, end, MOVED_AT_ONCE):
+            index = tl.arange(0, MOVED_AT_ONCE)
+            mask = at + index < end
+            value = tl.load(tl.multiple_of(place + (at - start) + zero, 16) + index, mask=mask)
+            tl.store(landed + begin + at + index, value, mask=mask & tiles.may_publish(channel))
         tiles.release_slice(puts, slot, peer, slot)
     tiles.producer_tile_notify(channel, destinations, to, "p2p")
 
 
 @triton.jit
-def _find_slot(puts, tables, program, first, start):  # type: ignore[no-untyped-def]
+def _find_slice(puts, tables, size):  # type: ignore[no-untyped-def]
+    """The elements of a slice of a move of `size`: those that a slot holds, but no more than a mover's share."""
+    share = tl.cdiv(tl.cdiv(size, tables.movers), MOVED_AT_ONCE) * MOVED_AT_ONCE
+    return tl.minimum(tl.maximum(share, MOVED_AT_ONCE), puts.slot_bytes // 4)
+
+
+@triton.jit
+def _find_slot(puts, tables, program, first, start, of_slice):  # type: ignore[no-untyped-def]
     """The slot, which is also the signal, of the slice of a mover's elements from `start` on: its own, in turn."""
     own = puts.slots // tables.movers
-    return program * own + (first + start // (tables.movers * MOVED_AT_ONCE)) % own
+    return program * own + (first + start // (tables.movers * of_slice)) % own
 
 
 @triton.jit

@@ -60,7 +60,7 @@ from stretto.tiles import kind_of
 
 _MOST_MOVED = (1 << 31) - (1 << 24)  # elements of a move: with the last step of 2,048 programs, in 32 bits
 _SLOTS = 4  # of each mover, for each rank of another node
-_STEPS = 2 if tiles.INTERPRETED else 8  # in which `move_rows` fills a slot: a put costs its proxy as much as many bytes
+_STEPS = 2 if tiles.INTERPRETED else 8  # in which a slot is filled: a put costs its proxy as much time as many bytes
 _MAX_SLOTS_BYTES = 64 << 20
 _ADDERS = 4  # programs of a sum, on a multiprocessor: as many as fit beside a product run, the others after it
 
@@ -254,7 +254,8 @@ def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProdu
         ("joint", operator, config.schedule, *x.shape, blocks.m, weight.shape[0], blocks.n, movers, config.is_shifted,
          block_channel.channels),
         lambda: _make_tables(
-            joint, block_channel.channels, rank, width, divide_up(weight.shape[0], blocks.n), movers, x.device
+            joint, block_channel.channels, rank, width, divide_up(weight.shape[0], blocks.n), movers,
+            MOVED_AT_ONCE.value if put_channel is None else put_channel.slot_bytes // 4, x.device,
         ),
     )  # fmt: skip
     landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
@@ -301,20 +302,19 @@ def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) ->
     return made.group_name
 
 
-def find_put_channel(group: str, device: torch.device, movers: int, *, of_rows: bool = False) -> tiles.PutChannel:
+def find_put_channel(group: str, device: torch.device, movers: int) -> tiles.PutChannel:
     """Slots for so many movers, through which they put to ranks of other nodes; collective where it is allocated.
 
-    of_rows: for `move_rows`, which fills a slot in several steps: slots are then as large as the memory of all of them
-    allows. Waits end a little before others', so that what fails names the nodes and their interfaces.
+    Slots are as large as the memory of all of them allows. Waits end a little before others', so that what fails names
+    the nodes and their interfaces.
     """
     members, size, slots = find_group(group), 4 * MOVED_AT_ONCE.value, _SLOTS * movers
-    if of_rows:
-        fitting = max(_MAX_SLOTS_BYTES // (2 * members.size() * slots * size), 1)
-        size *= min(_STEPS, 1 << fitting.bit_length() - 1)
+    fitting = max(_MAX_SLOTS_BYTES // (2 * members.size() * slots * size), 1)
+    size *= min(_STEPS, 1 << fitting.bit_length() - 1)
     return find_kept(
         group,
         device,
-        ("puts", movers, size),
+        ("puts", movers),
         lambda: tiles.PutChannel.allocate(
             members,
             slots=slots,
@@ -470,9 +470,17 @@ def _make_copied_tables(
 
 
 def _make_tables(
-    joint: JointSchedule, capacity: int, rank: int, width: int, column_tiles: int, signals: int, device: torch.device
+    joint: JointSchedule,
+    capacity: int,
+    rank: int,
+    width: int,
+    column_tiles: int,
+    signals: int,
+    of_slice: int,
+    device: torch.device,
 ) -> _Tables:
     """Write a rank's part of a joint schedule into tables on its device. signals: that a move gives a destination.
+    of_slice: the most elements of a slice that is put (`_find_slice`).
 
     Ranks of this node have their number among its ranks, others that in the group.
     """
@@ -483,7 +491,9 @@ def _make_tables(
     received: Counter[int] = Counter()
 
     def count_slices(rows: Rows) -> int:
-        return divide_up((rows.stop - rows.start) * width, signals * MOVED_AT_ONCE.value)
+        size, step = (rows.stop - rows.start) * width, MOVED_AT_ONCE.value
+        share = divide_up(divide_up(size, signals), step) * step
+        return divide_up(size, signals * min(max(share, step), of_slice))
 
     for move in plan.moves:
         for source in move.sources:

@@ -18,6 +18,7 @@ from stretto import tiles
 from stretto.collectives.joint.routed import ARRIVED, FORWARDED, GIVEN, Hop, RoutedMessage, RoutedSchedule, route
 from stretto.collectives.joint.routed_verifier import verify_routed
 from stretto.collectives.joint.schedule import NOBODY
+from stretto.ops.gemm import divide_up
 from stretto.ops.joint.kernel import MOVED_AT_ONCE
 from stretto.ops.joint.registry import find_schedule
 
@@ -93,12 +94,47 @@ class MoveSizes(NamedTuple):
     arriving: Any
 
 
+class MadeRows(NamedTuple):
+    """Rows that a kernel makes while others are sent: for each rank as many numbers, one span of them after another.
+
+    spans: the numbers of each. signals: how often that kernel signals a span, for each rank. columns: numbers of a row;
+    rows: of which a part has a multiple (`MoveSizes`).
+    """
+
+    spans: tuple[int, ...]
+    signals: int
+    columns: int
+    rows: int
+
+    def find_channels(self, parts: int, each: int) -> list[tuple[int, int]]:
+        """Return (first channel, the one after the last) that have rows of each span.
+
+        parts: of a rank's rows, of which each channel has `each`.
+        """
+        rows = sum(self.spans) // self.columns
+        numbers = each * divide_up(divide_up(rows, parts), self.rows) * self.rows * self.columns
+        ends = accumulate(self.spans)
+        return [((end - span) // numbers, (end - 1) // numbers + 1) for end, span in zip(ends, self.spans, strict=True)]
+
+
+class MadeSignals(NamedTuple):
+    """Kernel argument: the signals by which a kernel says that `MadeRows` are there.
+
+    mapping: `count` tiles for each rank, one for each of its rows' channels. spans: int32 [spans, 2], the first of
+    these channels that has rows of a span, and the one after the last.
+    """
+
+    mapping: Any
+    spans: Any
+    count: Any
+
+
 class RoutedTables(NamedTuple):
     """A rank's routed schedule on its device.
 
     sources, destinations, arrivals: the signals that each hop waits for and gives, and of the chunks that arrive, a
     tile for each of the `channels` of a chunk. counters: the places of the latter among all counters of this rank.
-    counts: of `BlockChannel.begin`. given: the signal of the rows for each rank, None if they are there at the
+    counts: of `BlockChannel.begin`. made: the signals of the rows for each rank, None if they are there at the
     beginning. longest: chunks of a list, a power of two. pieces: of a pair of ranks; parts: of a piece. movers: that
     put; 0 in one node.
     """
@@ -109,7 +145,7 @@ class RoutedTables(NamedTuple):
     arrivals: tiles.DynamicMapping
     counters: Tensor
     counts: Tensor
-    given: tiles.DynamicMapping | None
+    made: MadeSignals | None
     longest: int
     pieces: int
     parts: int
@@ -341,7 +377,7 @@ def make_tables(
     parts: int,
     channels: int,
     device: torch.device,
-    given_signals: tuple[int, ...] | None = None,
+    made: MadeRows | None = None,
     *,
     nodes: tuple[int, ...] = (),
     movers: int = 0,
@@ -349,15 +385,21 @@ def make_tables(
     """Write a rank's routed schedule into tables on its device.
 
     capacity: channels of a receiver, of one sender. parts, channels: of a pair's rows, at most if its pieces are as
-    many. given_signals: how often the rows for each rank are signalled here; None if all are there at the beginning.
-    nodes: of each rank, where there are several: signals are then of this rank's node alone, and `movers` programs put.
+    many. made: rows that are not there at the beginning. Those that a rank keeps, for which nobody waits, may be made
+    last, and are moved last. nodes: of each rank, where there are several: signals are then of this rank's node alone,
+    and `movers` programs put.
     """
     near = [peer for peer in range(len(routed.ranks)) if not nodes or nodes[peer] == nodes[rank]]
-    world, given = len(routed.ranks), 0 if given_signals is None else len(routed.ranks)
-    of_message = min(max(channels // routed.pieces, 1), (capacity - given) // max(routed.channels, 1))
-    each = max(parts // routed.pieces // of_message, 1)  # parts of a channel
+    world, pieces = len(routed.ranks), routed.pieces
+    of_made = 0 if made is None else world * pieces
+    of_message = min(max(channels // pieces, 1), capacity // max(routed.channels + of_made, 1))
+    is_whole = of_message == 0  # too few signals for parts of what is made: one for each rank's
+    if is_whole:
+        of_message = (capacity - world) // routed.channels
+    each = max(parts // pieces // of_message, 1)  # parts of a channel
     plan, of_piece = routed.ranks[rank], each * of_message
-    begin = routed.channels * of_message  # of the channels of rows that are given
+    begin = routed.channels * of_message  # of the channels of made rows
+    of_rank = 1 if is_whole else pieces * of_message
 
     def table(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers) or [0], dtype=torch.int32, device="cpu").to(device)
@@ -377,10 +419,11 @@ def make_tables(
         return sender if sender in near or sender == NOBODY else rank
 
     def await_hop(hop: Hop) -> list[tuple[int, int, int]]:
-        if hop.area != GIVEN or given_signals is None:
+        if hop.area != GIVEN or made is None:
             return span(give(hop.sender), hop.channel)
-        at = begin + hop.chunk // routed.pieces % world
-        return [(near.index(rank), at, at + 1)] * of_message
+        first = begin + hop.chunk // pieces % world * of_rank
+        places = range(hop.chunk % pieces * of_message, (hop.chunk % pieces + 1) * of_message)
+        return [(near.index(rank), at, at + 1) for at in (first + min(place, of_rank - 1) for place in places)]
 
     def look_up(signals: Iterable[list[tuple[int, int, int]]]) -> tiles.DynamicMapping:
         ranks, starts, ends = map(table, zip(*chain.from_iterable(signals), strict=True))
@@ -389,7 +432,8 @@ def make_tables(
 
     lists = [routed.list_places(of, area) for of in range(world) for area in (GIVEN, FORWARDED, ARRIVED)]
     starts = list(accumulate(map(len, lists), initial=0))
-    hops = [(message, hop) for message in plan.messages for hop in message.hops]
+    messages = sorted(plan.messages, key=lambda message: made is not None and message.receiver == rank)
+    hops = [(message, hop) for message in messages for hop in message.hops]
     far = [  # in the order of all ranks' messages, by which channels are numbered
         (message.channel, sender, message)
         for sender, routes in enumerate(routed.ranks)
@@ -417,7 +461,7 @@ def make_tables(
             found += [hop * of_piece + part for part in range(of_piece) for hop in of_hops]
         return found
 
-    order, taken, begins = order_parts(plan.messages), order_parts(message for _, message in received), [0]
+    order, taken, begins = order_parts(messages), order_parts(message for _, message in received), [0]
     if movers:
         shares = [
             [entry for entry in entries if entry % of_piece % movers == mover]
@@ -436,8 +480,17 @@ def make_tables(
                 counts[0, near.index(giver), channels_of] += each * len(message.hops)
             if giver == rank:
                 counts[1, near.index(message.receiver), channels_of] += each * len(message.hops)
-    for target, signals in enumerate(given_signals or ()):
-        counts[:, near.index(rank), begin + target] += signals
+    made_signals: MadeSignals | None = None
+    if made is not None:
+        spans = made.find_channels(pieces * of_piece, pieces * of_piece if is_whole else each)
+        for target in range(world):
+            for first, last in spans:
+                counts[:, near.index(rank), begin + target * of_rank + first : begin + target * of_rank + last] += (
+                    made.signals
+                )
+        places = range(begin, begin + world * of_rank)
+        signals = look_up([(near.index(rank), at, at + 1)] for at in places)
+        made_signals = MadeSignals(signals, table(chain.from_iterable(spans)), of_rank)
     return RoutedTables(
         HopTables(
             table(words), table(order), table(chain.from_iterable(lists)), table(begins), 0 if movers else len(order)
@@ -452,9 +505,7 @@ def make_tables(
         look_up(span(give(sender), at) for sender, at in plan.arrivals),
         table(giver * capacity + at for sender, of in plan.arrivals for giver, at, _ in span(give(sender), of)),
         counts.to(device),
-        None
-        if given_signals is None
-        else look_up([(near.index(rank), begin + to, begin + to + 1)] for to in range(world)),
+        made_signals,
         triton.next_power_of_2(max(map(len, lists))),
         routed.pieces,
         of_piece,

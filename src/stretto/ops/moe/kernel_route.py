@@ -286,7 +286,7 @@ def _exchange_counts(
     world, name, device = group.size(), find_name(group), counts.device
     if find_agreed(name, device).nodes:
         table = counts.new_empty(world + 1, *counts.shape)
-        puts = find_put_channel(name, device, _count_movers(device), of_rows=True)
+        puts = find_put_channel(name, device, _count_movers(device))
         puts.all_gather(counts.contiguous(), table[:world])
         torch.sum(table[:world], 0, dtype=torch.int32, out=table[world])
         if max_rows is not None:
@@ -365,7 +365,7 @@ def _push(
         mapping = tiles.shard_tiles(parts, world, 1, channels=channels, fixed=True)
     else:
         sizes, movers = (block_channel.channels, parts, channels), _count_movers(rows.device) if nodes else 0
-        puts = find_put_channel(name, rows.device, movers, of_rows=True) if nodes else None
+        puts = find_put_channel(name, rows.device, movers) if nodes else None
         tables = find_known(
             name, rows.device, ("experts' messages", way[0], *sizes),
             lambda: make_tables(routed, group.rank(), *sizes, rows.device, nodes=nodes, movers=movers),
