@@ -252,7 +252,7 @@ def test_on_a_cpu_operators_are_computation_and_gloos_threads_communicate_for_th
     [
         ("{", "is no trace"),
         ("[" * 100_000, "is no trace"),
-        ("[]", "has no key"),
+        ("[]", "is no object with events"),
         ('{"traceEvents": []}', "has no key 'stretto'"),
     ],
 )

@@ -241,6 +241,7 @@ GOOD = [[1, 2, 3], [4], [5, 6]]
         ({"counts": (3, 2**63)}, r"a\.idx: truncated"),
         ({"counts": (3, 5)}, r"a\.idx: truncated: has 102 bytes, .* take 110"),
         ({"counts": (3, 3)}, r"a\.idx: followed by something else: has 102 bytes, .* take 94"),
+        ({"counts": (4, 2)}, r"a\.idx: multimodal: has 102 bytes, but 4 sequences .* take 98"),  # and a mode each
         ({"documents": [0, 2, 1]}, r"a\.idx: document index 2 is 1; they rise from 0 to 3"),
         ({"documents": [0, 4]}, r"a\.idx: document index 1 is 4; they rise from 0 to 3"),
         ({"documents": [-1, 3]}, r"a\.idx: document index 0 is -1"),

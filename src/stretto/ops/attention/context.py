@@ -7,7 +7,7 @@ attends to its own keys while others' arrive, then to those, and merges both by 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import gcd, isfinite
+from math import gcd, isfinite, nan
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
 import torch
@@ -320,18 +320,20 @@ def _find_degree(heads: int, kv_heads: int, ranks: int) -> int:
 
 def _fold_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """Queries and a scale above 0 that give the same scores: torch's kernels scale masked scores, -inf, too."""
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not isfinite(scale):
-        raise ValueError(f"context attention: scale is a finite number, or None for 1 / sqrt(size), not {scale}")
-    if scale > 0:
-        return q, scale
-    return (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    is_other = isinstance(scale, bool | str | Tensor)  # a tensor may want a gradient
+    number = nan if is_other else q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not isfinite(number):
+        raise ValueError(f"context attention: scale is a finite number, or None for 1 / sqrt(size), not {scale!r}")
+    if number > 0:
+        return q, number
+    return (-q, -number) if number < 0 else (q * 0, 1.0)
 
 
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     for name, each in (("q", q), ("k", k), ("v", v), ("sinks", q if sinks is None else sinks)):
-        if not isinstance(each, Tensor):
-            raise ValueError(f"context attention: {name} is a tensor, not {each!r:.40} of type {type(each).__name__}")
+        if not isinstance(each, Tensor) or each.is_nested or each.layout is not torch.strided:
+            kind = type(each).__name__
+            raise ValueError(f"context attention: {name} is a dense tensor, not {each!r:.40} of type {kind}")
     shapes = ", ".join(str(list(each.shape)) for each in (q, k, v))
     if any(each.dim() != 4 for each in (q, k, v)):
         raise ValueError(f"context attention takes q, k and v [batch, heads, positions, size], not {shapes}")
@@ -341,10 +343,10 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
             "context attention takes q, k and v of one batch, number of positions, dtype and device, k and v of as "
             f"many heads, and q and k of one size, not {shapes} ({q.dtype}, {k.dtype}, {v.dtype})"
         )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"context attention: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
     if not q.numel() or not v.numel():
         raise ValueError(f"context attention takes tensors that are not empty, not {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"context attention: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
     if q.dtype not in DTYPES:
         raise ValueError(f"context attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}: convert q, k and v")
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):

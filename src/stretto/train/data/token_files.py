@@ -175,7 +175,8 @@ def _read_megatron_header(path: Path, data_name: str) -> _MegatronIndex:
     # From here on, the counts are bounded by the size of a file that is there.
     expected = MEGATRON_HEADER.size + sequences * (4 + 8) + documents * 8
     if size != expected:
-        fault = "truncated" if size < expected else "followed by something else"
+        is_multimodal = size == expected + sequences  # whose sequences have a byte each, their mode
+        fault = "multimodal" if is_multimodal else "truncated" if size < expected else "followed by something else"
         raise ValueError(
             f"{path}: {fault}: has {size} bytes, but {sequences} sequences and {documents} document indices "
             f"take {expected}"

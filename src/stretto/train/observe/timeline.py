@@ -205,7 +205,8 @@ def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
     try:
         about, events = content["stretto"], [event for event in content["traceEvents"] if "ts" in event]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{where} has no key {error}: `stretto train --trace` writes traces that have it") from error
+        lacks = f"has no key {error}" if isinstance(error, KeyError) else "is no object with events"
+        raise ValueError(f"{where} {lacks}: `stretto train --trace` writes traces that have it") from error
     is_gpu = any(event.get("cat") == "kernel" for event in events)
     steps = _steps(events, "gpu_user_annotation") or _steps(events, "user_annotation")
     if not steps:
