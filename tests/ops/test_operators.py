@@ -157,7 +157,16 @@ def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "plan",
-    ["one shot", "two shots", "shared steps", "odd tiles", "odd tiles, two shots", "tiles", "odd tiles, copies", "auto"],
+    [
+        "one shot",
+        "two shots",
+        "shared steps",
+        "odd tiles",
+        "odd tiles, two shots",
+        "tiles",
+        "odd tiles, copies",
+        "auto",
+    ],
 )
 @pytest.mark.parametrize(
     "case",

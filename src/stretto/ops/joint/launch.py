@@ -70,6 +70,7 @@ class _CopiedTables(NamedTuple):
 
     counts: of `BlockChannel.begin`. own_tiles: rows of tiles that are of x. targets: the count of each channel whose
     tiles a stream awaits. has_last: whether the last move adds for this rank alone, and so may follow the kernel.
+    has_bias: whether the product gets the bias; else a sum of all ranks' rows does, of which no part is formed before.
     """
 
     row_tiles: tiles.DynamicMapping
@@ -77,6 +78,7 @@ class _CopiedTables(NamedTuple):
     own_tiles: int
     targets: dict[int, int]
     has_last: bool
+    has_bias: bool
 
 
 class _Tables(NamedTuple):
@@ -168,6 +170,7 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
         ),
     )  # fmt: skip
     start, stop = _find_bias_rows(joint, rank)
+    own_bias = bias if tables.has_bias else None
     order = CopiedTiles(
         len(plan.tiles), tables.own_tiles, rank * joint.rows, start, stop, landing.counters, threads, fixed(gathers),
         fixed(is_whole),
@@ -175,10 +178,10 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
     adders = _ADDERS * processors or min(config.movers, blocks.programs)
 
     def add(sources: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
-        size = sources[0].numel()
+        size, added = sources[0].numel(), None if tables.has_bias or len(sources) < members.size() else bias
         block_channel.launch(
-            add_rows, (kind_of(sources), kind_of(totals), kind_of(size)),
-            min(adders, divide_up(size, ADDED_AT_ONCE.value)), (sources, totals, size), num_warps=4,
+            add_rows, (kind_of(sources), kind_of(totals), kind_of(added), width, kind_of(size)),
+            min(adders, divide_up(size, ADDED_AT_ONCE.value)), (sources, totals, added, width, size), num_warps=4,
         )  # fmt: skip
 
     sums = None if gathers else Sums(out, landing.counters[: joint.channels], tables.targets, tables.has_last, add)
@@ -204,9 +207,9 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
         block_channel.launch(
             joint_gemm_by_copies,
             (config, dtype, is_whole, kind_of(order[:7]),
-             specialization_key(config, x, weight, gemm, own if own is None else x, landed, bias, target)),
+             specialization_key(config, x, weight, gemm, own if own is None else x, landed, own_bias, target)),
             programs,
-            (channel, tables.row_tiles, order, gemm, own, a, b, stored, bias),
+            (channel, tables.row_tiles, order, gemm, own, a, b, stored, own_bias),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
@@ -466,6 +469,8 @@ def _make_copied_tables(
         sum(tile.sender == NOBODY for tile in plan.tiles),
         targets,
         last,
+        joint.operator not in ("matmul_reduce_scatter", "matmul_all_reduce")
+        or any(len(move.sources) not in (1, len(joint.ranks)) for every in joint.ranks for move in every.moves),
     )
 
 
