@@ -198,12 +198,42 @@ def schedule(implementation: Any = "library") -> list[bool]:
             model(bags).values().square().sum().backward()
             optimizer.step()
             scheduler.step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="by scaled gradients"):
+        scaler.step(optimizer)
     rate = scheduler.get_last_lr() == [0.1] and optimizer.param_groups[0]["lr"] == 0.1
     if rank:
         return [not [*tables.parameters()], rate, optimizer.parts[0].lr == 0.2]
     found = tables.embedding_bags
     same = torch.allclose(found["t1"].weight, plain.embedding_bags["t1"].weight, atol=1e-6)
     return [same, torch.equal(found["t2"].weight, first), rate]
+
+
+def freeze(implementation: Any = "library") -> list[bool]:
+    """Whether a table and its states stay while it is frozen after fuse_update, and are trained before and after."""
+    grid, rank = Grid(data=2, device="cpu"), dist.get_rank()
+    configs = [EmbeddingBagConfig(10, 4, name, feature_names=[of]) for name, of in (("t1", "items"), ("t2", "clicks"))]
+    tables = distribute_embeddings(
+        EmbeddingBagCollection(configs), grid, owners={"t1": 0, "t2": 0}, implementation=implementation
+    )
+    if not rank:
+        tables.embedding_bags["t2"].weight.requires_grad_(False)
+    (part,) = tables.fuse_update("adam", lr=0.1).parts
+    kept = []
+    for step, frozen in enumerate(("t2", "t1", "t2")):
+        for name, table in getattr(tables, "embedding_bags", {}).items():
+            table.requires_grad_(name != frozen)
+        before = [
+            [tensor.clone() for tensor in (weight, *states.values())]
+            for weight, states in zip(part.weights, part.states, strict=True)
+        ]
+        features, *rest = make_batch(step, dtype=torch.float32)
+        tables(local_part((features, *rest), rank, 2)[0]).values().square().sum().backward()
+        for number, (weight, states) in enumerate(zip(part.weights, part.states, strict=True)):
+            same = [torch.equal(*pair) for pair in zip(before[number], (weight, *states.values()), strict=True)]
+            kept.append(all(same) if frozen == f"t{number + 1}" else not any(same))
+    return kept
 
 
 def convert() -> str:

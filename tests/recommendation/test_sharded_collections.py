@@ -98,6 +98,13 @@ def test_schedulers_set_the_rate_and_frozen_tables_stay(ranks: MakeRanks) -> Non
         assert found == [True, True, True]
 
 
+def test_tables_may_be_frozen_and_thawed_after_fuse_update(
+    ranks: MakeRanks, interpret: Callable[..., list[Any]]
+) -> None:
+    for found in (ranks(2).run(embedding_models.freeze), interpret(2, embedding_models.freeze, "kernel")):
+        assert found == [[True] * 6, []]
+
+
 @pytest.mark.exhaustive
 def test_the_fused_operator_has_scheduled_rates_and_leaves_frozen_tables(interpret: Callable[..., list[Any]]) -> None:
     assert interpret(2, embedding_models.schedule, "kernel") == [[True] * 3] * 2

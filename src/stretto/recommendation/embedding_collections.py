@@ -181,6 +181,13 @@ class CollectionOptimizer(torch.optim.Optimizer):
         for part in self.parts:
             part.set_lr(lr)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # GradScaler.step asks
+        raise ValueError(
+            "a GradScaler's loss has updated these tables by scaled gradients, in the backward pass: train them in bf16, "
+            "without a scaler, or without fuse_update"
+        )
+
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take over the learning rate: the update was made in the backward pass."""
         if self.param_groups[0]["lr"] != self.parts[0].lr:
@@ -240,7 +247,7 @@ class TableModule(nn.Module):
 
         kind and options are those of `ShardedTables.fuse_update`; lr_factors: by the tables' names. Returns the
         optimizer, whose `set_lr(lr)` changes the learning rate of later backward passes; torch's schedulers take it.
-        Tables that are frozen by now stay as they are; later, only a learning rate of 0 freezes.
+        Tables that are frozen stay as they are, with their states; they may be frozen and thawed at any time.
         """
         return CollectionOptimizer(self._exchange.fuse_update(kind, self._weights(), lr_factors or {}, **options))
 

@@ -141,6 +141,8 @@ def pool_and_exchange(
     """
     if operators is not None:
         weights = None if lookups.weights is None else lookups.weights.detach()
+        if update is not None:
+            tables = [table.detach() for table in tables]  # some may be frozen, and others not
         arguments = lookups.indices, lookups.offsets, list(tables), group
         options: dict[str, Any] = {"weights": weights, "mode": mode, "batch": lookups.batch, "name": name}
         with collective("embedding_all_to_all", group):

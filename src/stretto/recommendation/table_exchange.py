@@ -89,11 +89,6 @@ class OptimizedTables:
     operators: Any | None
     caches: None = None
 
-    def requires_grad_(self, requires_grad: bool) -> None:
-        """Set whether the tables get gradients."""
-        for weight in self.weights:
-            weight.requires_grad_(requires_grad)
-
 
 class TableExchange:
     """Looks features up in tables that ranks own. Collective over `group`, forward and backward.
@@ -317,7 +312,7 @@ class TableExchange:
         optimizer: TableOptimizer | None,
         bags: FeatureBags,
     ) -> dict[int, Tensor]:
-        update = None if optimizer is None else optimizer.update_of_operator
+        update = None if optimizer is None else optimizer.find_update()
         if update is not None:
             tables = [table for table in self._tables_of(group) if table in weights]
             update = update.of_tables([tables.index(table) for table in own], len(tables))

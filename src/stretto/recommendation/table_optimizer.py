@@ -78,15 +78,12 @@ class TableOptimizer:
         device, dtype = tables.device, tables.dtype
         self.is_stochastic = stochastic_rounding and dtype.itemsize == 2
         wide = torch.promote_types(dtype, torch.float32)
+        # Columns of the operator's settings; the first is then that of the rate's factor. At least one row, so that a
+        # rank without tables has settings, too.
         rest = [eps, weight_decay, max_norm, 1 - betas[0], 1 - betas[1]]
-        # At least one row, so that a rank without tables has settings, too.
-        self._settings = torch.tensor([[lr, *rest]] * max(len(self.weights), 1), dtype=wide, device=device)
-        # Rows of frozen tables stay: with the operator no table gets a gradient, and none would be missing.
-        of_tables = [
-            factors.get(shard.table, 1.0) * weight.requires_grad
-            for shard, weight in zip(self.shards, self.weights, strict=True)
-        ] or [1.0]
-        self._factors = torch.tensor(of_tables, dtype=wide, device=device)
+        self._rows = [[factors.get(shard.table, 1.0), *rest] for shard in self.shards] or [[1.0, *rest]]
+        self._settings = torch.tensor(self._rows, dtype=wide, device=device)
+        self._factors = self._settings[:, 0].clone()
         self.clock = torch.tensor([0, seed], dtype=torch.int64, device=device)  # steps, seed
         self.states = [
             {
@@ -95,20 +92,19 @@ class TableOptimizer:
             }
             for weight in self.weights
         ]
-        self.set_lr(lr)
+        self.lr, self._trained = lr, list[bool]()
         self._now = self.clock.clone()  # as it was when the backward pass began
-        self.update_of_operator = None if tables.operators is None else self._describe()
-        if tables.operators is not None:
-            tables.requires_grad_(False)
+        self._has_operator = tables.operators is not None
+        self._update: FusedUpdate | None = None
+        self.find_update()
+        if self._has_operator:
             return
-        for weight in self.weights[self._shared :]:
-            weight.requires_grad_(False)
         # Python's garbage collector does not see the references of such a hook: a cycle would never be freed.
         this = ref(self)
-        for place, weight in enumerate(self.weights[: self._shared]):
-            if not weight.requires_grad:
-                continue
+        for place, (weight, is_trained) in enumerate(zip(self.weights[: self._shared], self._trained, strict=False)):
+            weight.requires_grad_(True)  # a frozen table has a hook too: it may be trained later
             weight.register_post_accumulate_grad_hook(lambda _, place=place: _alive(this)._take_gradient(place))
+            weight.requires_grad_(is_trained)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next updates; a table's is this times its factor."""
@@ -118,6 +114,23 @@ class TableOptimizer:
     def set_steps(self, steps: int) -> None:
         """Set how many steps were made: the number that Adam and stochastic rounding continue from."""
         self.clock[0] = steps
+
+    def find_update(self) -> FusedUpdate | None:
+        """The operator's update, if that is used; before each look-up.
+
+        Rows and states of tables that are frozen by now stay: their rate is 0, and their gradients are clipped to 0.
+        """
+        trained = [weight.requires_grad for weight in self.weights]
+        if trained != self._trained or self._update is None:
+            self._trained, frozen = trained, [0.0, self._rows[0][1], 0.0, 0.0, 0.0, 0.0]
+            rows = [
+                row if is_trained else frozen for row, is_trained in zip(self._rows, trained or [True], strict=True)
+            ]
+            self._settings.copy_(torch.tensor(rows, dtype=self._settings.dtype))
+            self._factors.copy_(self._settings[:, 0])
+            self.set_lr(self.lr)
+            self._update = self._describe()
+        return self._update if self._has_operator else None
 
     def _describe(self) -> FusedUpdate:
         """The operator's update. Where all tables share two settings, the kernel reads these alone."""
@@ -136,7 +149,7 @@ class TableOptimizer:
     def begin(self) -> None:
         """Count a step at the end of the backward pass, which has begun; an operator with the clock does it itself."""
         self._now.copy_(self.clock)
-        if self.update_of_operator is None or self.update_of_operator.clock is None or not self._is_cut:
+        if not self._has_operator or self._update is None or self._update.clock is None or not self._is_cut:
             at_end_of_backward(self._advance)
 
     def _advance(self) -> None:
@@ -159,6 +172,8 @@ class TableOptimizer:
     def update_replicated(self, gradients: Sequence[RowGradients]) -> None:
         """Update the replicated tables by the sums of all ranks' gradients; rows that were not looked up stay."""
         for place, (values, is_touched) in enumerate(gradients, self._shared):
+            if not self._trained[place]:
+                continue
             held = [self.weights[place].detach(), *self.states[place].values()]
             rows = torch.arange(len(values), device=values.device)
             for tensor, after in zip(held, self._step(place, rows, values.to(self._settings.dtype), held), strict=True):

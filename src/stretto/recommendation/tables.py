@@ -109,7 +109,7 @@ class ShardedTables(nn.ModuleDict):
             raise ValueError(
                 "tables that are cached, grow or have replicas get no gradients: call fuse_update, or use no_grad"
             )
-        of_operator = None if optimizer is None else optimizer.update_of_operator
+        of_operator = None if optimizer is None else optimizer.find_update()
         caches = self.caches
         if caches is not None:
             lookups, of_operator = caches.use(lookups, of_operator)

@@ -560,11 +560,11 @@ def _describe_target(
 def _correct_means(step: TableUpdate) -> Tensor | None:
     """Return fp32 [tables, 2], 1 - beta ** steps of adam's two means with the step that is made; None for others.
 
-    In fp64: 1 - 0.999 in fp32 is wrong by 2e-5 of it.
+    In fp64: 1 - 0.999 in fp32 is wrong by 2e-5 of it. Means of frozen tables do not forget, and are divided by no 0.
     """
     if step.optimizer != "adam" or step.clock is None:
         return None
-    return torch.expm1(torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)).neg_().float()
+    return torch.expm1(torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)).neg_().float().clamp_(min=1e-38)
 
 
 @functools.lru_cache(maxsize=64)
