@@ -193,8 +193,8 @@ def _time(runs: dict[str, Callable[[], Any]], batch: LookupBatch, setting: Embed
 
 def _row(what: str, milliseconds: dict[str, float], batch: LookupBatch) -> dict[str, Any]:
     """The roofline is the time that HBM or NVLink takes at least. Forward: rows, one a look-up, which caches may have;
-    vectors sent. Backward: rows that were looked up, once read and once written, and the vectors' gradient: read,
-    stored by its sender, and read again."""
+    vectors sent. Backward: rows that were looked up, once read and once written, and the vectors' gradient: read;
+    what others sent is stored, too, and read."""
     row: dict[str, Any] = {"what": what, **{k: v for k, v in milliseconds.items() if not k.startswith("chunked")}}
     chunked = [value for name, value in milliseconds.items() if name.startswith("chunked")]
     if chunked:
@@ -212,7 +212,7 @@ def _row(what: str, milliseconds: dict[str, float], batch: LookupBatch) -> dict[
         row["hbm"] = read / seconds / HBM
     else:
         sent = placement.local_batch * (placement.width - width) * itemsize
-        gradients = placement.local_batch * placement.width + 2 * placement.batch * width
+        gradients = placement.local_batch * placement.width + 2 * (placement.batch - placement.local_batch) * width
         read = (2 * batch.count_distinct_numbers() + gradients) * itemsize
     row["nvlink"] = sent / seconds / NVLINK
     needed = torch.tensor(max(read / HBM, sent / NVLINK), device=batch.offsets.device, dtype=torch.float64)

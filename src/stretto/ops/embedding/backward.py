@@ -263,14 +263,19 @@ def stage_gradients(
     grad = grad.contiguous()
     device = grad.device
     permit = find_permit(group, device, placement) if permit is None else permit
-    is_first = not is_kept(group, device, ("embedding staging", placement))
-    way = find_way(group, device)
+    is_alone = placement.world_size == 1
+    is_first = not is_alone and not is_kept(group, device, ("embedding staging", placement))
+    way = "" if is_alone else find_way(group, device)
     if is_first and find_capture(device) is None and int(permit) & need != need:
         fill_zeros(zeros)  # ranks whose tables get no gradients do not reach the allocation of staging
         return None
     block = round_up_to_power(max(lookups.dims, default=4))
     config = choose_backward_config(block * placement.dtype.itemsize, device)
-    if way:  # between nodes
+    channel = None
+    if is_alone:  # the gradient is here; kernels take it as aligned as what is allocated
+        own = grad.clone() if grad.data_ptr() % 16 else grad
+        index_errors = _find_sort_errors(group, device, placement)
+    elif way:  # between nodes
 
         def make() -> _MovedStaging:
             moves = ScheduledMoves.make(group, device, placement, way, is_back=True)
@@ -293,7 +298,8 @@ def stage_gradients(
         else:
             staged = ahead.take()._replace(gradients=own)
         staged = staged._replace(permit=permit)
-    tiles.join_copies(channel)
+    if channel is not None:
+        tiles.join_copies(channel)
     return staged
 
 
@@ -308,8 +314,7 @@ def sort_ahead(
     if not (lookups.dims and lookups.indices.numel() and placement.batch) or find_capture(device) is not None:
         return None
     config = choose_backward_config(round_up_to_power(max(lookups.dims)) * placement.dtype.itemsize, device)
-    # Its errors are not read.
-    errors = find_known(group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device))
+    errors = _find_sort_errors(group, device, placement)
     like = torch.empty(0, placement.widths[placement.rank], dtype=placement.dtype, device=device)
     if device.type == "cpu":
         return SortedLookups(sort_lookups(lookups, placement, like, config, errors, firsts), None)
@@ -321,6 +326,11 @@ def sort_ahead(
         if tensor is not None:
             tensor.record_stream(side)
     return SortedLookups(staged, side.record_event())
+
+
+def _find_sort_errors(group: str, device: torch.device, placement: EmbeddingPlacement) -> IndexErrors:
+    """Where errors of a sort go, which nobody reads."""
+    return find_known(group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device))
 
 
 @functools.cache
