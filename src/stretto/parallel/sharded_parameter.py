@@ -472,7 +472,8 @@ def _explain(error: Exception) -> None:
             "parameter of another submodule (a sum over model.parameters(), a weight of another block) needs both in "
             "one block: name a larger one in parallelize(..., blocks=[...]), or pass blocks=[], which gathers all "
             "parameters for the whole forward pass. To read or edit one elsewhere: "
-            "`with stretto.full_parameters(model): ...`"
+            "`with stretto.full_parameters(model): ...`. Rows of tables that ranks share out are clipped by "
+            "fuse_update(max_norm=), not with other gradients"
         )
     elif "must have the same mesh" in str(error):
         error.add_note("experts' parameters have a mesh of their own: stretto.parallel.clip_grad_norm_ clips by all")

@@ -184,8 +184,8 @@ class CollectionOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:  # GradScaler.step asks
         raise ValueError(
-            "a GradScaler's loss has updated these tables by scaled gradients, in the backward pass: train them in bf16, "
-            "without a scaler, or without fuse_update"
+            "a GradScaler's loss has updated these tables by scaled gradients, in the backward pass: train them in "
+            "bf16, without a scaler, or without fuse_update"
         )
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -126,7 +126,7 @@ class TableOptimizer:
             rows = [
                 row if is_trained else frozen for row, is_trained in zip(self._rows, trained or [True], strict=True)
             ]
-            self._settings.copy_(torch.tensor(rows, dtype=self._settings.dtype))
+            self._settings.copy_(torch.tensor(rows, dtype=self._settings.dtype, device="cpu"))
             self._factors.copy_(self._settings[:, 0])
             self.set_lr(self.lr)
             self._update = self._describe()
