@@ -7,7 +7,7 @@ from tests.ops.decoding.launches import launch_paged
 from tests.ops.decoding.sequences import Batch, make_batch
 
 from stretto import ops
-from stretto.ops.decoding.paged_kernels import CHUNKS, INVARIANT, SINGLES, fit_tiles
+from stretto.ops.decoding.paged_kernels import CHUNKS, INVARIANT_CHUNKS, INVARIANT_SINGLES, SINGLES, PagedCall, attend_by_kernels, fit_tiles
 from stretto.tiles.compile_only import count_shared_bytes
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-6}
@@ -152,15 +152,15 @@ H200, A100, SMALL = 227 << 10, 163 << 10, 99 << 10
 
 
 def test_tiles_fit_into_shared_memory_with_every_dtype_and_head():
-    assert [fit_tiles(config, 16, 128, 2, H200) for config in (SINGLES, CHUNKS, INVARIANT)] == [
-        SINGLES, CHUNKS, INVARIANT
-    ]  # what was measured stays  # fmt: skip
+    configs = [SINGLES, CHUNKS, INVARIANT_SINGLES, INVARIANT_CHUNKS]
+    assert [fit_tiles(config, 16, 128, 2, H200) for config in configs] == configs  # what was measured stays
     for limit in (H200, A100, SMALL):
-        for config in (SINGLES, CHUNKS, INVARIANT):
-            for dims in (16, 32, 64, 128, 256):
-                for itemsize in (2, 4):
-                    assert fit_tiles(config, 16, dims, itemsize, limit).rows >= 16
-    assert fit_tiles(CHUNKS, 16, 256, 4, H200)[:2] == (128, 32)
+        for dims in (16, 32, 64, 128, 256):
+            for itemsize in (2, 4):
+                found = [fit_tiles(config, 16, dims, itemsize, limit) for config in configs]
+                assert min(config.rows for config in found) >= 16
+                assert found[2].keys == found[3].keys  # of which a token's bits depend
+    assert fit_tiles(CHUNKS, 16, 256, 4, H200)[:2] == (64, 64)
     with pytest.raises(ValueError, match="a tile of 256 queries with 256 numbers of 4 bytes takes 313344 bytes"):
         fit_tiles(CHUNKS._replace(rows=256), 256, 256, 4, H200)
 
@@ -172,7 +172,12 @@ def test_tiles_fit_into_shared_memory_with_every_dtype_and_head():
 @pytest.mark.parametrize("size", [64, 256])
 @pytest.mark.parametrize(("target", "limit"), [("sm_90", H200), ("sm_80", SMALL)])
 def test_compiled_kernels_take_no_more_shared_memory_than_is_there(name, dtype, size, target, limit):
-    for config in ({"attend_singles": SINGLES, "attend_chunks": CHUNKS}[name], INVARIANT):
+    plain, invariant = {
+        "attend_singles": (SINGLES, INVARIANT_SINGLES), "attend_chunks": (CHUNKS, INVARIANT_CHUNKS)
+    }[name]  # fmt: skip
+    if dtype == torch.float32:
+        invariant = invariant._replace(rows=64, is_turned=False)
+    for is_invariant, config in enumerate((plain, invariant)):
         tiles = fit_tiles(config, 16, size, dtype.itemsize, limit)
-        kernel, arguments, options = launch_paged(name, tiles, is_invariant=config is INVARIANT, size=size, dtype=dtype)
+        kernel, arguments, options = launch_paged(name, tiles, is_invariant=bool(is_invariant), size=size, dtype=dtype)
         assert count_shared_bytes(kernel, arguments, options, target) <= limit

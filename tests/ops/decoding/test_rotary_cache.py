@@ -8,7 +8,7 @@ from tests.ops.operands import random_of
 from tests.tiles.machine_code import find
 
 from stretto import ops
-from stretto.ops.decoding.paged_kernels import INVARIANT, SINGLES, PagedCall, attend_by_kernels, attend_new_tokens
+from stretto.ops.decoding.paged_kernels import INVARIANT_SINGLES, SINGLES, PagedCall, attend_by_kernels, attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store, suits_kernel
 from stretto.ops.rotary import rotate_halves
 from stretto.tiles.compile_only import compile_kernel
@@ -83,7 +83,7 @@ def attend(cases, lengths=(270, 1, 70, 64, 129), device="cpu"):
         call = call._replace(q=turned)
         # Fixed splits of several programs, and of one.
         same += [
-            torch.equal(exact, attend_by_kernels(call, INVARIANT._replace(programs_of_processor=many)))
+            torch.equal(exact, attend_by_kernels(call, INVARIANT_SINGLES._replace(programs_of_processor=many)))
             for many in (4, 0)
         ]
         error = max((one.float() - other.float()).abs().max().item() for one, other in zip(caches, copies, strict=True))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
-from stretto.ops.decoding.paged_kernels import INVARIANT, SINGLES, SPLIT, PagedCall, attend_by_kernels, find_tiles
+from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels, choose_singles, find_tiles
 from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape
 from stretto.tiles import INTERPRETED
 
@@ -93,7 +93,7 @@ def find_obstacle(call: PagedCall) -> str:
     if call.keys.stride() != call.values.stride():
         return f"the caches have different strides, {call.keys.stride()} and {call.values.stride()}"
     try:
-        find_tiles(call, INVARIANT if call.is_invariant else SINGLES)
+        find_tiles(call, choose_singles(call))
     except ValueError as error:
         return str(error)
     return ""

@@ -6,7 +6,9 @@ of two (scale times log2 e). A partial result is the sum of weighted values, the
 
 Invariant: keys are split at multiples of `SPLIT`, whatever the length. Each split has a partial result of its own, and
 these are merged one after another, from the first to the last: those of a single token by the program that ends last,
-those of a chunk's tile by its program. Tiles have one shape, so that a token's sums are the same in both.
+those of a chunk's tile by its program. All tiles have as many keys, and weights are added up as integers: a token's sums
+are the same in both, whatever else a tile's shape is. A single token's tile is turned (keys @ queries.T, values.T @
+weights.T): tensor cores, which add up products along k in one order on either side, take 64 rows on the left.
 
 For an engine one launch does all that attention of a decoding step is (`attend_new_tokens`): queries and keys are
 rotated as they are read, and the new keys and values stored.
@@ -35,7 +37,8 @@ _LOG2_E = 1.4426950408889634
 class PagedConfig(NamedTuple):
     """Tiles of a kernel: rows (of queries; of single tokens at least the heads of a group), keys, warps and stages.
 
-    programs_of_processor: single tokens' keys are divided until so many programs run on a multiprocessor.
+    programs_of_processor: single tokens' keys are divided until so many programs run on a multiprocessor. is_turned: keys
+    and values are the products' left operands.
     """
 
     rows: int
@@ -43,11 +46,13 @@ class PagedConfig(NamedTuple):
     num_warps: int
     num_stages: int
     programs_of_processor: int = 8
+    is_turned: bool = False
 
 
 SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
-INVARIANT = PagedConfig(64, 64, 4, 2, 4)
+INVARIANT_SINGLES = PagedConfig(16, 64, 4, 3, 4, is_turned=True)
+INVARIANT_CHUNKS = PagedConfig(128, 64, 8, 3)
 _LEAST = 16  # rows and keys that tensor cores take
 _MERGED = tl.constexpr(1024)  # numbers of a partial result of which eight are loaded at a time
 _INTERPRETED = 6  # multiprocessors where there are none
@@ -73,10 +78,17 @@ def attend_by_kernels(call: PagedCall, singles: PagedConfig | None = None, chunk
     out = torch.empty_like(q) if offsets is None else torch.zeros_like(q)  # rows behind the last offset are nobody's
     if 0 in q.shape or 0 in call.table.shape:
         return out.zero_()
-    _launch_singles(call, out, find_tiles(call, singles or (INVARIANT if call.is_invariant else SINGLES)))
+    _launch_singles(call, out, find_tiles(call, singles or choose_singles(call)))
     if offsets is not None:
-        _launch_chunks(call, out, find_tiles(call, chunks or (INVARIANT if call.is_invariant else CHUNKS)))
+        _launch_chunks(call, out, find_tiles(call, chunks or (INVARIANT_CHUNKS if call.is_invariant else CHUNKS)))
     return out
+
+
+def choose_singles(call: PagedCall) -> PagedConfig:
+    """The config of single tokens. Of fp32, values cannot be a left operand."""
+    if call.is_invariant and (INTERPRETED.value or call.q.itemsize > 2):
+        return INVARIANT_SINGLES._replace(rows=64, is_turned=False)
+    return INVARIANT_SINGLES if call.is_invariant else SINGLES
 
 
 def find_tiles(call: PagedCall, config: PagedConfig) -> PagedConfig:
@@ -92,17 +104,17 @@ def find_tiles(call: PagedCall, config: PagedConfig) -> PagedConfig:
 
 @lru_cache(maxsize=256)
 def fit_tiles(config: PagedConfig, group: int, dims: int, itemsize: int, limit: int) -> PagedConfig:
-    """The config with fewer stages, then keys, then rows, until a block takes at most `limit` bytes of shared memory.
+    """The config with fewer stages, then rows, then keys, until a block takes at most `limit` bytes of shared memory.
 
-    By dtype and head alone, so that invariant calls of all lengths have the same tiles. ValueError if nothing fits.
+    Invariant tiles of single tokens and of chunks have as many keys. ValueError if nothing fits.
     """
     while (needed := _estimate_bytes(config, dims, itemsize)) > limit:
         if config.num_stages > 1:
             config = config._replace(num_stages=config.num_stages - 1)
-        elif config.keys > _LEAST:
-            config = config._replace(keys=config.keys // 2)
         elif config.rows > group:
             config = config._replace(rows=config.rows // 2)
+        elif config.keys > _LEAST:
+            config = config._replace(keys=config.keys // 2)
         else:
             raise ValueError(
                 f"a tile of {config.rows} queries with {dims} numbers of {itemsize} bytes takes {needed} bytes of "
@@ -145,7 +157,7 @@ def attend_new_tokens(
     """
     out = torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     strides = call.q.stride(0), key.stride(0), value.stride(0)
-    config = find_tiles(call, INVARIANT if call.is_invariant else SINGLES)
+    config = find_tiles(call, choose_singles(call))
     _launch_singles(call, out, config, NewTokens(key, value, cos, sin, *strides), arrivals)
     return out
 
@@ -182,6 +194,7 @@ class PagedTiles(NamedTuple):
     precision: Any
     sequences: Any
     heads: Any
+    is_turned: Any
 
 
 def describe_tiles(call: PagedCall, config: PagedConfig) -> PagedTiles:
@@ -192,6 +205,7 @@ def describe_tiles(call: PagedCall, config: PagedConfig) -> PagedTiles:
         config.rows, config.keys, heads // call.keys.shape[2], size, max(_LEAST, triton.next_power_of_2(size)),
         call.keys.shape[1], call.window, SPLIT if call.is_invariant else 0, "ieee" if exact else "tf32",
         triton.next_power_of_2(call.lengths.shape[0]), triton.next_power_of_2(heads // call.keys.shape[2]),
+        config.is_turned,
     )  # fmt: skip
     return PagedTiles(*map(fixed, constants))
 
@@ -269,8 +283,12 @@ def _attend_keys(cache, shape, q, pages, position, kv_head, begin, end, whole, s
 def _attend_tile(  # type: ignore[no-untyped-def]
     cache, shape, q, pages, position, kv_head, start, end, scale, state, HIDES: tl.constexpr
 ):
-    """Go on with a partial result by one tile of keys. HIDES: some lie behind the end, or are not seen by a query."""
+    """Go on with a partial result by one tile of keys. HIDES: some lie behind the end, or are not seen by a query.
+
+    Of a turned tile all tensors are transposed, q among them.
+    """
     most, total, out = state
+    axis: tl.constexpr = 1 if shape.is_turned else 0  # of queries in scores and the result
     dims = tl.arange(0, shape.dims)
     key = start + tl.arange(0, shape.keys)
     there = key < end
@@ -279,39 +297,57 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     else:
         page = tl.load(pages + key // shape.page).to(tl.int64)
     place = page * cache.page_stride + (key % shape.page) * cache.slot_stride + kv_head * cache.head_stride
+    k_place = cache.key_cache + tl.expand_dims(place, axis) + tl.expand_dims(dims, 1 - axis)
+    v_place = cache.value_cache + tl.expand_dims(place, 1 - axis) + tl.expand_dims(dims, axis)
     if shape.size == shape.dims and not HIDES:
-        k = tl.load(cache.key_cache + place[None, :] + dims[:, None])
-        v = tl.load(cache.value_cache + place[:, None] + dims[None, :])
+        k = tl.load(k_place)
+        v = tl.load(v_place)
     elif shape.size == shape.dims:
-        k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :], other=0)
-        v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None], other=0)
+        k = tl.load(k_place, mask=tl.expand_dims(there, axis), other=0)
+        v = tl.load(v_place, mask=tl.expand_dims(there, 1 - axis), other=0)
     else:
         inside = dims < shape.size
-        k = tl.load(cache.key_cache + place[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0)
-        v = tl.load(cache.value_cache + place[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0)
-    scores = tl.dot(q, k, input_precision=shape.precision) * scale
+        k = tl.load(k_place, mask=tl.expand_dims(there, axis) & tl.expand_dims(inside, 1 - axis), other=0)
+        v = tl.load(v_place, mask=tl.expand_dims(there, 1 - axis) & tl.expand_dims(inside, axis), other=0)
+    if shape.is_turned:
+        scores = tl.dot(k, q, input_precision=shape.precision) * scale
+    else:
+        scores = tl.dot(q, k, input_precision=shape.precision) * scale
     if HIDES:
-        seen = there[None, :] & (key[None, :] <= position[:, None])
+        keys, positions = tl.expand_dims(key, axis), tl.expand_dims(position, 1 - axis)
+        seen = tl.expand_dims(there, axis) & (keys <= positions)
         if shape.window > 0:
-            seen = seen & (key[None, :] > position[:, None] - shape.window)
+            seen = seen & (keys > positions - shape.window)
         scores = tl.where(seen, scores, float("-inf"))
-    larger = tl.maximum(most, tl.max(scores, 1))
+    top = tl.max(scores, 1 - axis)
+    larger = tl.maximum(most, top)
     base = tl.where(larger == float("-inf"), 0.0, larger)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores - tl.expand_dims(base, 1 - axis))
     shrink = tl.exp2(most - base)
-    total = total * shrink + tl.sum(weights, 1)
-    out = tl.dot(weights.to(v.dtype), v, out * shrink[:, None], input_precision=shape.precision)
+    if shape.split > 0:
+        # Integers have one sum, however a layout adds them up. The tile's largest weight has 24 bits or so.
+        bits = 24.0 - tl.maximum(tl.ceil(top - base), -64.0)
+        units = tl.fma(weights, tl.expand_dims(tl.exp2(bits), 1 - axis), 0.5).to(tl.int32)
+        total = total * shrink + tl.sum(units, 1 - axis).to(tl.float32) * tl.exp2(-bits)
+    else:
+        total = total * shrink + tl.sum(weights, 1 - axis)
+    out = out * tl.expand_dims(shrink, 1 - axis)
+    if shape.is_turned:
+        out = tl.dot(v, weights.to(v.dtype), out, input_precision=shape.precision)
+    else:
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision=shape.precision)
     return larger, total, out
 
 
 @triton.jit
-def _merge(most, total, out, other_most, other_total, other_out):  # type: ignore[no-untyped-def]
-    """The partial result of both: (most, total, out)."""
-    larger = tl.maximum(most, other_most)
+def _merge(one, other, IS_TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The partial result of both: (most, total, out). IS_TURNED: out has its rows in the last dim."""
+    axis: tl.constexpr = 0 if IS_TURNED else len(one[0].shape)
+    larger = tl.maximum(one[0], other[0])
     base = tl.where(larger == float("-inf"), 0.0, larger)
-    first, second = tl.exp2(most - base), tl.exp2(other_most - base)
-    total = total * first + other_total * second
-    out = out * tl.expand_dims(first, len(first.shape)) + other_out * tl.expand_dims(second, len(second.shape))
+    first, second = tl.exp2(one[0] - base), tl.exp2(other[0] - base)
+    total = one[1] * first + other[1] * second
+    out = one[2] * tl.expand_dims(first, axis) + other[2] * tl.expand_dims(second, axis)
     return larger, total, out
 
 
@@ -404,35 +440,28 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
             if part == (high - 1 - low) % parts:
                 _store_new(cache, shape, new, pages, sequence, kv_head, length - 1, dims)
                 tl.debug_barrier()
+        if shape.is_turned:
+            queries = tl.trans(queries)
         position = row * 0 + length - 1
         if sums is None:
-            if shape.split > 0:
-                _most, total, result = _attend_splits(
-                    cache, shape, queries, pages, position, kv_head, low, high, length, None, scale
-                )
-            else:
-                begin, end = _find_split(length, 0, 1, shape.window, shape.keys)
-                _most, total, result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
-                )
-            result = result / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+            place = 0
         else:
             place = (sequence.to(tl.int64) * heads + head) * splits
-            if shape.split > 0:
-                for split in range(own, high, parts):
-                    begin = split * shape.split
-                    most, total, result = _attend_keys(
-                        cache, shape, queries, pages, position, kv_head, begin,
-                        tl.minimum(begin + shape.split, length), None, scale, _begin(shape),
-                    )  # fmt: skip
-                    _store_partial(shape, sums, stats, place + split, inside, dims, row, most, total, result)
-            else:
-                begin, end = _find_split(length, own, splits, shape.window, shape.keys)
-                most, total, result = _attend_keys(
-                    cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
-                )
-                _store_partial(shape, sums, stats, place + own, inside, dims, row, most, total, result)
+        if shape.split > 0:
+            state = _attend_splits(
+                cache, shape, queries, pages, position, kv_head, own, high, parts, length, None, scale, sums, stats,
+                place, inside,
+            )  # fmt: skip
+        else:
+            begin, end = _find_split(length, own, splits, shape.window, shape.keys)
+            state = _attend_keys(
+                cache, shape, queries, pages, position, kv_head, begin, end, None, scale, _begin(shape)
+            )
+        if sums is None:
+            tl.store(out + at, _finish(state, shape).to(out.dtype.element_ty), mask=inside)
+        else:
+            if shape.split == 0:
+                _store_partial(shape, sums, stats, place + own, inside, state)
             tl.debug_barrier()
             counter = arrivals + sequence * cache.kv_heads + kv_head
             done = tl.maximum(tl.cdiv(high - own, parts), 0)
@@ -447,30 +476,66 @@ def _begin(shape):  # type: ignore[no-untyped-def]
     return (
         tl.full((shape.rows,), float("-inf"), tl.float32),
         tl.zeros((shape.rows,), tl.float32),
-        tl.zeros((shape.rows, shape.dims), tl.float32),
+        tl.zeros((shape.dims, shape.rows) if shape.is_turned else (shape.rows, shape.dims), tl.float32),
     )
 
 
 @triton.jit
-def _attend_splits(cache, shape, queries, pages, position, kv_head, low, high, end, whole, scale):  # type: ignore[no-untyped-def]
-    """The partial results of fixed splits from low to high - 1, of keys before `end`, merged from first to last."""
-    most, total, result = _begin(shape)
-    for split in range(low, high):
-        begin = split * shape.split
-        split_most, split_total, split_result = _attend_keys(
-            cache, shape, queries, pages, position, kv_head, begin, tl.minimum(begin + shape.split, end), whole, scale,
-            _begin(shape),
-        )  # fmt: skip
-        most, total, result = _merge(most, total, result, split_most, split_total, split_result)
-    return most, total, result
+def _attend_splits(  # type: ignore[no-untyped-def]
+    cache, shape, queries, pages, position, kv_head, first, high, parts, end, whole, scale, sums, stats, place, inside
+):
+    """The partial result of the fixed splits first, first + parts, ... below high, merged from the first to the last.
+
+    end: behind the last key. sums: None, or where each split's partial result is stored, at place + split. One loop
+    over all tiles, so that loads go on from split to split; see `_attend_keys`.
+    """
+    each: tl.constexpr = shape.split // shape.keys
+    count = tl.cdiv(tl.maximum(high - first, 0), parts)
+    last = (first + (count - 1) * parts) * shape.split
+    tiles = (count - 1) * each + tl.cdiv(tl.minimum(end - last, shape.split), shape.keys)
+    state = _begin(shape)
+    merged = _begin(shape)
+    middle = tiles * 0
+    if whole is not None:  # noqa: SIM102 - known when it is compiled
+        if shape.window == 0:
+            middle = tl.minimum(tl.maximum(whole // shape.keys - first * each, 0), tiles)
+            for tile in range(middle):
+                start = first * shape.split + tile * shape.keys
+                state = _attend_tile(cache, shape, queries, pages, position, kv_head, start, end, scale, state, False)
+                if tile % each == each - 1:
+                    merged = _merge(merged, state, shape.is_turned)
+                    state = _begin(shape)
+    for tile in range(middle, tiles):
+        split = first + tile // each * parts
+        start = split * shape.split + tile % each * shape.keys
+        state = _attend_tile(cache, shape, queries, pages, position, kv_head, start, end, scale, state, True)
+        if (tile % each == each - 1) | (tile == tiles - 1):
+            if sums is None:
+                merged = _merge(merged, state, shape.is_turned)
+            else:
+                _store_partial(shape, sums, stats, place + split, inside, state)
+            state = _begin(shape)
+    return _merge(merged, state, shape.is_turned)  # where no split was left for the second loop
 
 
 @triton.jit
-def _store_partial(shape, sums, stats, place, inside, dims, row, most, total, result):  # type: ignore[no-untyped-def]
+def _store_partial(shape, sums, stats, place, inside, state):  # type: ignore[no-untyped-def]
     """Store a partial result of the rows at `place`."""
+    most, total, result = state
+    dims = tl.arange(0, shape.dims)
+    used = tl.arange(0, shape.rows) < shape.group
+    result = tl.trans(result) if shape.is_turned else result
     tl.store(sums + place[:, None] * shape.size + dims[None, :], result, mask=inside)
-    tl.store(stats + place * 2, most, mask=row < shape.group)
-    tl.store(stats + place * 2 + 1, total, mask=row < shape.group)
+    tl.store(stats + place * 2, most, mask=used)
+    tl.store(stats + place * 2 + 1, total, mask=used)
+
+
+@triton.jit
+def _finish(state, shape):  # type: ignore[no-untyped-def]
+    """fp32 [rows, dims]: the result of a partial result that is whole."""
+    _most, total, result = state
+    result = tl.trans(result) if shape.is_turned else result
+    return result / tl.where(total == 0, 1.0, total)[:, None]
 
 
 @triton.jit
@@ -501,9 +566,11 @@ def _merge_rows(shape, out, sums, stats, sequence, first, kv_head, heads, splits
     there = row < shape.group
     head = kv_head * shape.group + row
     inside = there[:, None] & (dims < shape.size)[None, :]
-    most = tl.full((shape.heads,), float("-inf"), tl.float32)
-    total = tl.zeros((shape.heads,), tl.float32)
-    result = tl.zeros((shape.heads, shape.dims), tl.float32)
+    state = (
+        tl.full((shape.heads,), float("-inf"), tl.float32),
+        tl.zeros((shape.heads,), tl.float32),
+        tl.zeros((shape.heads, shape.dims), tl.float32),
+    )
     base = (sequence.to(tl.int64) * heads + head) * splits
     count: tl.constexpr = 8 if shape.heads * shape.dims <= _MERGED else 2
     for start in range(begin, end, count):
@@ -519,8 +586,8 @@ def _merge_rows(shape, out, sums, stats, sequence, first, kv_head, heads, splits
             totals = totals + (tl.load(stats + place * 2 + 1, mask=there & is_used, other=0.0),)  # noqa: RUF005
         for index in tl.static_range(count):
             if start + index < end:
-                most, total, result = _merge(most, total, result, mosts[index], totals[index], results[index])
-    result = result / tl.where(total == 0, 1.0, total)[:, None]
+                state = _merge(state, (mosts[index], totals[index], results[index]), False)
+    result = state[2] / tl.where(state[1] == 0, 1.0, state[1])[:, None]
     at = (first.to(tl.int64) * heads + head)[:, None] * shape.size + dims[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
@@ -558,14 +625,13 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
         end = tl.minimum(length - count + token + each, length)
         pages = cache.table + sequence.to(tl.int64) * cache.width
         if shape.split > 0:
-            _most, total, result = _attend_splits(
-                cache, shape, queries, pages, position, kv_head, low // shape.split, tl.cdiv(end, shape.split), end,
-                length - count + token + 1, scale,
+            state = _attend_splits(
+                cache, shape, queries, pages, position, kv_head, low // shape.split, tl.cdiv(end, shape.split), 1, end,
+                length - count + token + 1, scale, None, None, 0, inside,
             )  # fmt: skip
         else:
-            _most, total, result = _attend_keys(
+            state = _attend_keys(
                 cache, shape, queries, pages, position, kv_head, low, end, length - count + token + 1, scale,
                 _begin(shape),
             )  # fmt: skip
-        result = result / tl.where(total == 0, 1.0, total)[:, None]
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + at, _finish(state, shape).to(out.dtype.element_ty), mask=inside)

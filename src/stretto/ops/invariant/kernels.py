@@ -322,6 +322,44 @@ def _multiply_tree(gemm, leaves, a, b, row, column, begin):  # type: ignore[no-u
 
 
 @triton.jit
+def sum_leaves_of_tiles(gemm, leaves, a, b, bias, out):  # type: ignore[no-untyped-def]
+    """Tiles of a @ b.T, as `sum_leaves` stores them, one after another in each program: in one loop over all steps.
+
+    The next tile's loads are on their way while a tile is stored. Synchronization: none: programs own their tiles.
+    """
+    row_tiles, column_tiles = tl.cdiv(gemm.m, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    each = leaves.steps * leaves.count
+    own = tl.cdiv(row_tiles * column_tiles * leaves.parts - program, programs)
+    total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+    one = total
+    two = total
+    four = total
+    for step in range(own * each):
+        tile = program + step // each * programs
+        at = step % each
+        part = tile % leaves.parts
+        row_tile, column_tile = order_tiles(tile // leaves.parts, row_tiles, column_tiles, gemm.group_rows)
+        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
+        start = (part * each + at) * gemm.block_k
+        total = tl.dot(a.load([row, start]), b.load([column, start]).T, total, input_precision=gemm.precision)
+        if at % leaves.steps == leaves.steps - 1:
+            whole = total
+            if leaves.count > 1:
+                one, two, four = add_leaf(leaves, at // leaves.steps, total, one, two, four)
+                whole = one
+            total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
+            if at == each - 1:
+                if bias is not None:
+                    whole += load_bias(bias, column, gemm.n, gemm.block_n)
+                rows = (row + tl.arange(0, gemm.block_m))[:, None]
+                columns = (column + tl.arange(0, gemm.block_n))[None, :]
+                place = (part * gemm.m + rows).to(tl.int64) * gemm.n + columns
+                tl.store(out + place, whole.to(out.dtype.element_ty), mask=(rows < gemm.m) & (columns < gemm.n))
+
+
+@triton.jit
 def add_leaf(leaves, leaf, total, first, second, third):  # type: ignore[no-untyped-def]
     """(first, second, third) after a leaf's total: first is the tree's sum after the last one."""
     two = first + total
