@@ -303,6 +303,16 @@ def engine_of_one_rank() -> Engine:
     return Engine(parallelize(make("llama"), Grid()), 2, 320)
 
 
+@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.1}, {"num_beams": 2, "suppress_tokens": [3]}], ids=str)
+def test_settings_of_generate_that_an_engine_does_not_apply_are_named(settings: dict[str, Any]) -> None:
+    model = make("llama")
+    model.generation_config.update(do_sample=True, top_p=0.9, no_repeat_ngram_size=0, **settings)
+    with pytest.warns(UserWarning, match=", ".join(f"{name}=" + ".*" for name in settings)) as told:
+        Engine(parallelize(model, Grid()), 2, 320)
+    assert "own logits" in str(told[-1].message)
+    assert not any(name in str(told[-1].message) for name in ("top_p", "no_repeat"))
+
+
 @pytest.fixture(scope="module")
 def alone() -> Engine:
     return engine_of_one_rank()
@@ -318,10 +328,14 @@ def alone() -> Engine:
         ({"prompts": [torch.ones(2, dtype=torch.bool)]}, "a prompt has True"),
         ({"stop": 3}, r"stop is 3, but must be a list of token ids: \(\) for none"),
         ({"stop": ["</s>"]}, "stop has '</s>'"),
+        ({"stop": [-1]}, r"token -1 of stop is outside the vocabulary \[0, "),
+        ({"stop": torch.tensor([1 << 40])}, "token 1099511627776 of stop is outside"),
         ({"max_new_tokens": True}, "max_new_tokens is True, but must be a positive integer; 1 is the least"),
         ({"seed": 1.5}, "seed is 1.5, but must be an integer; 0 is the default"),
         ({"seed": 1 << 63}, "must be of 64 bits; 0 would do"),
         ({"top_k": 2.5}, "top_k is 2.5, but must be an integer"),
+        ({"top_k": True}, "top_k is True, but must be an integer"),
+        ({"temperature": True}, "temperature is True, but must be a number"),
         ({"top_p": "0.9"}, "top_p is '0.9', but must be a number; 1.0 is the default"),
         ({"top_p": 0.0}, "must be above 0 and at most 1"),
         ({"temperature": None}, "temperature is None, but must be a number"),

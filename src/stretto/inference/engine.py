@@ -2,6 +2,7 @@
 """`Engine`: generates from a model that `parallelize` has put on a grid of data, x and expert."""
 
 import inspect
+import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
@@ -105,6 +106,7 @@ class Engine:
         self._longest = min(self._cache_tokens, limit or self._cache_tokens)
         self._limit, self._chunk = limit, chunk
         self._stop = _stop_tokens(model)
+        _warn_of_settings(model)
         head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         part = VocabularyPart(0, self.vocab, NO_GROUP)
         if isinstance(head, ParallelHead):
@@ -194,7 +196,7 @@ class Engine:
         `seed` + i; other arguments are `submit`'s. Raises what `submit` does, before any is run. Collective.
         """
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        options["stop"] = self._stop if stop is None else parse_stop(stop)  # once: an iterator ends
+        options["stop"] = self._stop if stop is None else parse_stop(stop, self.vocab)  # once: an iterator ends
         requests = [
             self._parse(prompt, max_new_tokens, seed=seed + number, **options) for number, prompt in enumerate(prompts)
         ]
@@ -285,7 +287,7 @@ class Engine:
         ids = parse_prompt(prompt, self.vocab)
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}, but must be a positive integer; 1 is the least")
-        ends = self._stop if stop is None else parse_stop(stop)
+        ends = self._stop if stop is None else parse_stop(stop, self.vocab)
         request = Request(ids, max_new_tokens, Sampling(**sampling), ends, log_probabilities)
         for limit, what in ((self._limit, "positions of the model"), (self._cache_tokens, "tokens of the cache")):
             if limit is not None and request.positions > limit:
@@ -351,3 +353,25 @@ def _stop_tokens(model: Any) -> frozenset[int]:
     settings = getattr(model, "generation_config", None)
     ends = getattr(settings, "eos_token_id", None)
     return frozenset(() if ends is None else [ends] if isinstance(ends, int) else ends)
+
+
+_NEUTRAL = {
+    "repetition_penalty": 1, "guidance_scale": 1, "num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0,
+    "min_new_tokens": 0, "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None, "stop_strings": None,
+}  # fmt: skip
+"""Generation settings that change which token is the best, or where a text ends, and values that change nothing."""
+
+
+def _warn_of_settings(model: Any) -> None:
+    """Warn of settings of a model's `generate` that an engine, which draws from its own logits, does not apply."""
+    settings = getattr(model, "generation_config", None)
+    given = {name: getattr(settings, name, None) for name in _NEUTRAL}
+    named = [f"{name}={value}" for name, value in given.items() if value not in (None, [], _NEUTRAL[name])]
+    if named:
+        warnings.warn(
+            f"the model's generation_config has {', '.join(named)}, but an engine draws from the model's own logits: "
+            "its tokens are not those of transformers' generate",
+            stacklevel=3,
+        )

@@ -29,7 +29,8 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, kind in (("temperature", Real), ("top_p", Real), ("seed", Integral), ("top_k", Integral)):
             value = getattr(self, name)
-            if not isinstance(value, kind) and not (name == "top_k" and value is None):
+            is_other = not isinstance(value, kind) or isinstance(value, bool)
+            if is_other and not (name == "top_k" and value is None):
                 what = "a number" if kind is Real else "an integer"
                 raise ValueError(f"{name} is {value!r}, but must be {what}; {getattr(Sampling, name)} is the default")
         if not isfinite(self.temperature) or (self.temperature != 0 and self.temperature < _LEAST_TEMPERATURE):
@@ -81,23 +82,18 @@ class Request:
 
 def parse_prompt(prompt: Any, vocab: int) -> list[int]:
     """The ids of a prompt, a sequence or a tensor of one dim. ValueError for an empty one, and for other ids."""
-    ids = _list_ids(prompt, "a prompt", "one list for each prompt")
+    ids = _list_ids(prompt, "a prompt", "one list for each prompt", vocab)
     if not ids:
         raise ValueError("a prompt is empty, but must have at least one token (the model's first, say)")
-    for token in ids:
-        if not 0 <= token < vocab:
-            raise ValueError(
-                f"token {token} of a prompt is outside the vocabulary [0, {vocab}); {vocab - 1} is its last"
-            )
     return ids
 
 
-def parse_stop(stop: Any) -> frozenset[int]:
+def parse_stop(stop: Any, vocab: int) -> frozenset[int]:
     """The ids that end a request, of a sequence or a tensor. ValueError for what is no token id, and would end none."""
-    return frozenset(_list_ids(stop, "stop", "() for none"))
+    return frozenset(_list_ids(stop, "stop", "() for none", vocab))
 
 
-def _list_ids(given: Any, name: str, rule: str) -> list[int]:
+def _list_ids(given: Any, name: str, rule: str, vocab: int) -> list[int]:
     if hasattr(given, "tolist"):
         given = given.tolist()
     if not isinstance(given, Iterable):
@@ -106,4 +102,6 @@ def _list_ids(given: Any, name: str, rule: str) -> list[int]:
     for token in ids:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise ValueError(f"{name} has {token!r}, but must be token ids, integers: {rule}")
+        if not 0 <= token < vocab:
+            raise ValueError(f"token {token} of {name} is outside the vocabulary [0, {vocab}); {vocab - 1} is its last")
     return [int(token) for token in ids]
