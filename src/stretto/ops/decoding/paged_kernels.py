@@ -51,8 +51,8 @@ class PagedConfig(NamedTuple):
 
 SINGLES = PagedConfig(16, 64, 2, 3, 4)
 CHUNKS = PagedConfig(128, 64, 8, 3)
-INVARIANT_SINGLES = PagedConfig(16, 64, 4, 3, 4, is_turned=True)
-INVARIANT_CHUNKS = PagedConfig(128, 64, 8, 3)
+INVARIANT_SINGLES = PagedConfig(16, 64, 4, 5, 4, is_turned=True)
+INVARIANT_CHUNKS = PagedConfig(64, 64, 4, 2)
 _LEAST = 16  # rows and keys that tensor cores take
 _MERGED = tl.constexpr(1024)  # numbers of a partial result of which eight are loaded at a time
 _INTERPRETED = 6  # multiprocessors where there are none

@@ -30,6 +30,8 @@ from stretto.ops.gemm import (
     specialization_key,
     takes_tma,
 )
+from stretto.ops.moe.grouped.config import GroupedConfig, choose_config
+from stretto.ops.moe.grouped.kernels import multiply
 from stretto.ops.operator import abandon, find_group, find_workspace
 from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import NO_NORM, SumOperands, launch_sums
@@ -152,8 +154,23 @@ def multiply_leaves(
     x: Tensor, weight: Tensor, bias: Tensor | None, leaves: int, dtype: torch.dtype, tile: Tile | None = None
 ) -> Tensor:
     """[m, n] of dtype: this rank's product, + bias."""
+    if tile is None and leaves == 1 and bias is None and dtype == x.dtype:
+        config = _find_wide(x, weight)
+        if config is not None:  # grouped products, of one group: of the same order of additions, and faster
+            offsets = torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device)
+            return multiply(config, x, weight[None], offsets)
     x, weight = pad_leaves(x, weight, leaves)
     return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False))
+
+
+def _find_wide(x: Tensor, weight: Tensor) -> GroupedConfig | None:
+    """The configuration of wide tiles that keep all multiprocessors busy, where a kernel takes them; else None."""
+    if not x.is_cuda or len(x) <= FEW_ROWS:
+        return None
+    config = choose_config("auto", "product", len(x), 1, (x, weight[None]), by_tokens=False)
+    if config is None or divide_up(len(x), config.blocks.m) * divide_up(len(weight), config.blocks.n) < config.blocks.programs:
+        return None
+    return config
 
 
 def multiply_streaming(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -319,44 +336,6 @@ def _multiply_tree(gemm, leaves, a, b, row, column, begin):  # type: ignore[no-u
     if leaves.count > 1:
         total = one
     return total.T if leaves.is_turned else total
-
-
-@triton.jit
-def sum_leaves_of_tiles(gemm, leaves, a, b, bias, out):  # type: ignore[no-untyped-def]
-    """Tiles of a @ b.T, as `sum_leaves` stores them, one after another in each program: in one loop over all steps.
-
-    The next tile's loads are on their way while a tile is stored. Synchronization: none: programs own their tiles.
-    """
-    row_tiles, column_tiles = tl.cdiv(gemm.m, gemm.block_m), tl.cdiv(gemm.n, gemm.block_n)
-    program = tl.program_id(0)
-    programs = tl.num_programs(0)
-    each = leaves.steps * leaves.count
-    own = tl.cdiv(row_tiles * column_tiles * leaves.parts - program, programs)
-    total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
-    one = total
-    two = total
-    four = total
-    for step in range(own * each):
-        tile = program + step // each * programs
-        at = step % each
-        part = tile % leaves.parts
-        row_tile, column_tile = order_tiles(tile // leaves.parts, row_tiles, column_tiles, gemm.group_rows)
-        row, column = row_tile * gemm.block_m, column_tile * gemm.block_n
-        start = (part * each + at) * gemm.block_k
-        total = tl.dot(a.load([row, start]), b.load([column, start]).T, total, input_precision=gemm.precision)
-        if at % leaves.steps == leaves.steps - 1:
-            whole = total
-            if leaves.count > 1:
-                one, two, four = add_leaf(leaves, at // leaves.steps, total, one, two, four)
-                whole = one
-            total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
-            if at == each - 1:
-                if bias is not None:
-                    whole += load_bias(bias, column, gemm.n, gemm.block_n)
-                rows = (row + tl.arange(0, gemm.block_m))[:, None]
-                columns = (column + tl.arange(0, gemm.block_n))[None, :]
-                place = (part * gemm.m + rows).to(tl.int64) * gemm.n + columns
-                tl.store(out + place, whole.to(out.dtype.element_ty), mask=(rows < gemm.m) & (columns < gemm.n))
 
 
 @triton.jit
