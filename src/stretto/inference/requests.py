@@ -98,10 +98,11 @@ def _list_ids(given: Any, name: str, rule: str, vocab: int) -> list[int]:
         given = given.tolist()
     if not isinstance(given, Iterable):
         raise ValueError(f"{name} is {given!r}, but must be a list of token ids: {rule}")
-    ids = list(given)
-    for token in ids:
+    ids = []
+    for token in given:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise ValueError(f"{name} has {token!r}, but must be token ids, integers: {rule}")
-        if not 0 <= token < vocab:
+        ids.append(int(token))
+        if not 0 <= ids[-1] < vocab:
             raise ValueError(f"token {token} of {name} is outside the vocabulary [0, {vocab}); {vocab - 1} is its last")
-    return [int(token) for token in ids]
+    return ids

@@ -30,7 +30,8 @@ def launch_paged(name, config, *, is_invariant=False, size=128, group=4, dtype=t
     one, other = (torch.zeros(256, dtype=dtype) for _ in range(2))
     split = paged.SPLIT if is_invariant else 0
     dims = max(16, 1 << (size - 1).bit_length())
-    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64, 1 << (group - 1).bit_length(), config.is_turned
+    heads = 1 << (group - 1).bit_length()
+    constants = config.rows, config.keys, group, size, dims, 16, 0, split, "tf32", 64, heads, config.is_turned
     cache = paged.PagedCache(one.clone(), other.clone(), WORDS, WORDS, WORDS, 8, 64, 16 * 8 * size, 8 * size, size)
     arguments = {
         "attend_singles": (

@@ -7,7 +7,7 @@ from tests.ops.decoding.launches import launch_paged
 from tests.ops.decoding.sequences import Batch, make_batch
 
 from stretto import ops
-from stretto.ops.decoding.paged_kernels import CHUNKS, INVARIANT_CHUNKS, INVARIANT_SINGLES, SINGLES, PagedCall, attend_by_kernels, fit_tiles
+from stretto.ops.decoding.paged_kernels import CHUNKS, INVARIANT_CHUNKS, INVARIANT_SINGLES, SINGLES, fit_tiles
 from stretto.tiles.compile_only import count_shared_bytes
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-6}

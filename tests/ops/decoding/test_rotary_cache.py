@@ -8,7 +8,13 @@ from tests.ops.operands import random_of
 from tests.tiles.machine_code import find
 
 from stretto import ops
-from stretto.ops.decoding.paged_kernels import INVARIANT_SINGLES, SINGLES, PagedCall, attend_by_kernels, attend_new_tokens
+from stretto.ops.decoding.paged_kernels import (
+    INVARIANT_SINGLES,
+    SINGLES,
+    PagedCall,
+    attend_by_kernels,
+    attend_new_tokens,
+)
 from stretto.ops.decoding.rotary_cache import rotate_and_store, suits_kernel
 from stretto.ops.rotary import rotate_halves
 from stretto.tiles.compile_only import compile_kernel

@@ -6,9 +6,9 @@ of two (scale times log2 e). A partial result is the sum of weighted values, the
 
 Invariant: keys are split at multiples of `SPLIT`, whatever the length. Each split has a partial result of its own, and
 these are merged one after another, from the first to the last: those of a single token by the program that ends last,
-those of a chunk's tile by its program. All tiles have as many keys, and weights are added up as integers: a token's sums
-are the same in both, whatever else a tile's shape is. A single token's tile is turned (keys @ queries.T, values.T @
-weights.T): tensor cores, which add up products along k in one order on either side, take 64 rows on the left.
+those of a chunk's tile by its program. All tiles have as many keys, and weights are added up as integers, so that a
+token's sums are the same in both. A single token's tile is turned (keys @ queries.T, values.T @ weights.T): Hopper's
+tensor cores take 64 rows on the left, and add up products along k in one order on either side.
 
 For an engine one launch does all that attention of a decoding step is (`attend_new_tokens`): queries and keys are
 rotated as they are read, and the new keys and values stored.
@@ -37,8 +37,8 @@ _LOG2_E = 1.4426950408889634
 class PagedConfig(NamedTuple):
     """Tiles of a kernel: rows (of queries; of single tokens at least the heads of a group), keys, warps and stages.
 
-    programs_of_processor: single tokens' keys are divided until so many programs run on a multiprocessor. is_turned: keys
-    and values are the products' left operands.
+    programs_of_processor: single tokens' keys are divided until so many programs run on a multiprocessor. is_turned:
+    keys and values are the products' left operands.
     """
 
     rows: int
@@ -443,10 +443,7 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
         if shape.is_turned:
             queries = tl.trans(queries)
         position = row * 0 + length - 1
-        if sums is None:
-            place = 0
-        else:
-            place = (sequence.to(tl.int64) * heads + head) * splits
+        place = 0 if sums is None else (sequence.to(tl.int64) * heads + head) * splits
         if shape.split > 0:
             state = _attend_splits(
                 cache, shape, queries, pages, position, kv_head, own, high, parts, length, None, scale, sums, stats,

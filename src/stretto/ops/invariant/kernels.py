@@ -168,9 +168,8 @@ def _find_wide(x: Tensor, weight: Tensor) -> GroupedConfig | None:
     if not x.is_cuda or len(x) <= FEW_ROWS:
         return None
     config = choose_config("auto", "product", len(x), 1, (x, weight[None]), by_tokens=False)
-    if config is None or divide_up(len(x), config.blocks.m) * divide_up(len(weight), config.blocks.n) < config.blocks.programs:
-        return None
-    return config
+    tiles = 0 if config is None else divide_up(len(x), config.blocks.m) * divide_up(len(weight), config.blocks.n)
+    return config if config is not None and tiles >= config.blocks.programs else None
 
 
 def multiply_streaming(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
