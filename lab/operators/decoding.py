@@ -147,8 +147,8 @@ def measure_attention(setting: DecodingSetting, m: int, device: torch.device) ->
         return
     configs = [
         PagedConfig(SINGLES.rows, depth, warps, stages, programs)
-        for depth, warps in ((32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
-        for stages in (2, 3, 4)
+        for depth, warps in ((32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
+        for stages in (2, 3, 5)  # 3 and 4 are one: loads by way of a table take two stages more a tile
         for programs in (4, 8, 16)
     ]
 
