@@ -446,8 +446,8 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
         place = 0 if sums is None else (sequence.to(tl.int64) * heads + head) * splits
         if shape.split > 0:
             state = _attend_splits(
-                cache, shape, queries, pages, position, kv_head, own, high, parts, length, None, scale, sums, stats,
-                place, inside,
+                cache, shape, queries, pages, position, kv_head, own, high, parts, length, None, scale,
+                None if sums is None else (sums, stats, place, inside),
             )  # fmt: skip
         else:
             begin, end = _find_split(length, own, splits, shape.window, shape.keys)
@@ -479,12 +479,12 @@ def _begin(shape):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_splits(  # type: ignore[no-untyped-def]
-    cache, shape, queries, pages, position, kv_head, first, high, parts, end, whole, scale, sums, stats, place, inside
+    cache, shape, queries, pages, position, kv_head, first, high, parts, end, whole, scale, partials
 ):
     """The partial result of the fixed splits first, first + parts, ... below high, merged from the first to the last.
 
-    end: behind the last key. sums: None, or where each split's partial result is stored, at place + split. One loop
-    over all tiles, so that loads go on from split to split; see `_attend_keys`.
+    end: behind the last key. partials: None, or (sums, stats, place, inside) by which each split's partial result is
+    stored, at place + split. One loop over all tiles, so that loads go on from split to split; see `_attend_keys`.
     """
     each: tl.constexpr = shape.split // shape.keys
     count = tl.cdiv(tl.maximum(high - first, 0), parts)
@@ -507,9 +507,10 @@ def _attend_splits(  # type: ignore[no-untyped-def]
         start = split * shape.split + tile % each * shape.keys
         state = _attend_tile(cache, shape, queries, pages, position, kv_head, start, end, scale, state, True)
         if (tile % each == each - 1) | (tile == tiles - 1):
-            if sums is None:
+            if partials is None:
                 merged = _merge(merged, state, shape.is_turned)
             else:
+                sums, stats, place, inside = partials
                 _store_partial(shape, sums, stats, place + split, inside, state)
             state = _begin(shape)
     return _merge(merged, state, shape.is_turned)  # where no split was left for the second loop
@@ -624,7 +625,7 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
         if shape.split > 0:
             state = _attend_splits(
                 cache, shape, queries, pages, position, kv_head, low // shape.split, tl.cdiv(end, shape.split), 1, end,
-                length - count + token + 1, scale, None, None, 0, inside,
+                length - count + token + 1, scale, None,
             )  # fmt: skip
         else:
             state = _attend_keys(
