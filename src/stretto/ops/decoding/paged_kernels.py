@@ -446,7 +446,7 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
         place = 0 if sums is None else (sequence.to(tl.int64) * heads + head) * splits
         if shape.split > 0:
             state = _attend_splits(
-                cache, shape, queries, pages, position, kv_head, own, high, parts, length, None, scale,
+                cache, shape, queries, pages, position, kv_head, (own, high, parts), length, None, scale,
                 None if sums is None else (sums, stats, place, inside),
             )  # fmt: skip
         else:
@@ -478,14 +478,14 @@ def _begin(shape):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _attend_splits(  # type: ignore[no-untyped-def]
-    cache, shape, queries, pages, position, kv_head, first, high, parts, end, whole, scale, partials
-):
+def _attend_splits(cache, shape, queries, pages, position, kv_head, splits, end, whole, scale, partials):  # type: ignore[no-untyped-def]
     """The partial result of the fixed splits first, first + parts, ... below high, merged from the first to the last.
 
-    end: behind the last key. partials: None, or (sums, stats, place, inside) by which each split's partial result is
-    stored, at place + split. One loop over all tiles, so that loads go on from split to split; see `_attend_keys`.
+    splits: (first, high, parts). end: behind the last key. partials: None, or (sums, stats, place, inside) by which
+    each split's partial result is stored, at place + split. One loop over all tiles, so that loads go on from split to
+    split; see `_attend_keys`.
     """
+    first, high, parts = splits
     each: tl.constexpr = shape.split // shape.keys
     count = tl.cdiv(tl.maximum(high - first, 0), parts)
     last = (first + (count - 1) * parts) * shape.split
@@ -624,8 +624,8 @@ def attend_chunks(cache, shape, q, out, sequences, scale):  # type: ignore[no-un
         pages = cache.table + sequence.to(tl.int64) * cache.width
         if shape.split > 0:
             state = _attend_splits(
-                cache, shape, queries, pages, position, kv_head, low // shape.split, tl.cdiv(end, shape.split), 1, end,
-                length - count + token + 1, scale, None,
+                cache, shape, queries, pages, position, kv_head, (low // shape.split, tl.cdiv(end, shape.split), 1),
+                end, length - count + token + 1, scale, None,
             )  # fmt: skip
         else:
             state = _attend_keys(
