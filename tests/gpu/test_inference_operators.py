@@ -11,7 +11,14 @@ from torch import Tensor
 
 from stretto import ops
 from stretto.ops.gemm import Blocks
-from stretto.ops.invariant.kernels import Tile, choose_blocks, is_for_streaming, multiply_in_parts, multiply_leaves
+from stretto.ops.invariant.kernels import (
+    Tile,
+    choose_blocks,
+    find_wide,
+    is_for_streaming,
+    multiply_in_parts,
+    multiply_leaves,
+)
 from stretto.ops.invariant.matmul import add_by_tree
 from stretto.ops.small_m import choose_streaming
 from tests.gpu.test_operators import poison
@@ -225,6 +232,28 @@ def test_bits_depend_neither_on_rows_nor_tiles_nor_ranks(
 ) -> None:
     for same in run_ranks(world, compare_ranks, n, k, dtype, tries_all=tries_all):
         assert all(same.values()), [name for name, equal in same.items() if not equal]
+
+
+@torch.no_grad()
+def compare_wide() -> list[str]:
+    """Products of a whole k whose rows have other bits in wide tiles of many rows than among few."""
+    wrong = []
+    for n, k in ((12288, 512), (8200, 200)):
+        x, weight = draw(1, 2048, k), draw(2, n, k) / k**0.5
+        assert find_wide(x, weight) is not None
+        whole = ops.invariant_matmul(x, weight)
+        expected = x.double() @ weight.double().t()
+        if relative_error(whole, expected) > 2**-7:
+            wrong.append(f"{n} x {k}: wrong")
+        for first, last in ((0, 1), (100, 164), (1800, 2000)):  # of these none is wide
+            if not torch.equal(ops.invariant_matmul(x[first:last].contiguous(), weight), whole[first:last]):
+                wrong.append(f"{n} x {k}: rows {first} to {last}")
+    return wrong
+
+
+@pytest.mark.ranks(1, own=(1,), among=(1,))
+def test_wide_tiles_have_the_bits_of_few_rows(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    assert run_ranks(world, compare_wide) == [[]]
 
 
 @torch.no_grad()

@@ -155,7 +155,7 @@ def multiply_leaves(
 ) -> Tensor:
     """[m, n] of dtype: this rank's product, + bias."""
     if tile is None and leaves == 1 and bias is None and dtype == x.dtype:
-        config = _find_wide(x, weight)
+        config = find_wide(x, weight)
         if config is not None:  # grouped products, of one group: of the same order of additions, and faster
             offsets = torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device)
             return multiply(config, x, weight[None], offsets)
@@ -163,11 +163,11 @@ def multiply_leaves(
     return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False))
 
 
-def _find_wide(x: Tensor, weight: Tensor) -> GroupedConfig | None:
+def find_wide(x: Tensor, weight: Tensor) -> GroupedConfig | None:
     """The configuration of wide tiles that keep all multiprocessors busy, where a kernel takes them; else None."""
     if not x.is_cuda or len(x) <= FEW_ROWS:
         return None
-    config = choose_config("auto", "product", len(x), 1, (x, weight[None]), by_tokens=False)
+    config = choose_config("auto", "product", len(x), 1, (x, weight[None]))
     tiles = 0 if config is None else divide_up(len(x), config.blocks.m) * divide_up(len(weight), config.blocks.n)
     return config if config is not None and tiles >= config.blocks.programs else None
 
