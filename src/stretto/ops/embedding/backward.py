@@ -574,7 +574,8 @@ def _correct_means(step: TableUpdate) -> Tensor | None:
     """
     if step.optimizer != "adam" or step.clock is None:
         return None
-    return torch.expm1(torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)).neg_().float().clamp_(min=1e-38)
+    logarithms = torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)
+    return torch.expm1(logarithms).neg_().float().clamp_(min=1e-38)
 
 
 @functools.lru_cache(maxsize=64)
