@@ -305,10 +305,10 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a tile's rows, by a wait",
         (
             Edit(
-                "ops/all_gather_matmul.py",
-                "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
-                "producer=producer)\n            multiply_gathered(",
-                "ready = row_tile * 0\n            multiply_gathered(",
+                "ops/joint/kernel.py",
+                "ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)\n"
+                "                total, is_complete",
+                "ready = row_tile * 0\n                total, is_complete",
             ),
             Edit(
                 "ops/all_gather_matmul.py",
@@ -326,8 +326,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a tile's rows, by a poll",
         (
             Edit(
-                "ops/all_gather_matmul.py",
-                "ready = tiles.consumer_tile_poll(channel, consumer, row_tile)",
+                "ops/joint/kernel.py",
+                "ready = tiles.consumer_tile_poll(channel, row_tiles, row_tile)",
                 "ready = row_tile * 0",
             ),
         ),

@@ -78,7 +78,7 @@ def test_products_with_a_schedule_are_right(interpret, operator, schedule, case)
 
 def add_in_order(m):
     """Which sums are not those of partial sums rounded and then added in fp32 in rank order, and the last bits."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     inputs, weights, _ = random_operands(m, 40, 32, torch.float32, False)
     inputs = [(one * factor).round().bfloat16() for one, factor in zip(inputs, (2**25, 3, -(2**25), 3), strict=False)]
     weights = [one.round().bfloat16() for one in weights]  # of rank 0, which the first numbers nearly cancel
