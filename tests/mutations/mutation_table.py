@@ -313,8 +313,8 @@ MUTATIONS: tuple[Mutation, ...] = (
             Edit(
                 "ops/all_gather_matmul.py",
                 "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
-                "producer=producer)\n        begin = multiply_gathered(",
-                "ready = row_tile * 0\n        begin = multiply_gathered(",
+                "producer=producer)",
+                "ready = row_tile * 0",
             ),
         ),
         "all-gather/pu*,all-gather/copies-ragged",

@@ -31,16 +31,14 @@ from stretto.ops.gemm import (
     describe_rows,
     divide_up,
     find_unit,
+    finish_tile,
     fixed,
     has_power_of_two_columns,
-    load_bias,
     make_stream_k,
     multiply_columns,
     multiply_unit,
     order_tiles,
-    scale_tile,
     specialization_key,
-    store_tile,
     tile_width,
 )
 from stretto.ops.joint.launch import launch_joint
@@ -314,98 +312,45 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
         scales += slot.to(tl.int64) * moves.slot_words
     if tl.program_id(0) < moves.movers:
         push_rows(channel, producer, gemm, shard, moves.x, moves.landing + tl.cast(base, tl.int64) * gemm.k, scales)
-    first, direct_tiles = order_rows(channel, gemm, shard)
-    row_tiles, column_tiles = count_tiles(channel, gemm, shard)
-    count = row_tiles * column_tiles
+    rows = shard.rows * channel.world
+    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
+    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
     direct = direct_tiles * column_tiles
-    begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
+    # The row of tiles after the direct ones; a tile of two ranks' rows is the earlier rank's.
+    first = direct_tiles + (tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0)
+    begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     if shard.is_direct:
         while begin < direct * count_steps(gemm, stream_k):
-            row, column = locate_direct(gemm, direct_tiles, begin // count_steps(gemm, stream_k))
+            tile = begin // count_steps(gemm, stream_k)
+            row_tile, column_tile = order_tiles(tile, direct_tiles, column_tiles, gemm.group_rows)
+            row, column = row_tile * gemm.block_m, column_tile * tile_width(gemm)
             total, is_complete, begin = multiply_unit(gemm, stream_k, own, weight, row, column, 0, begin, end)
             if is_complete:
-                total = scale_tile(gemm, shard.scales, total, row, column, shard.rows)
-                finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
+                finish_tile(gemm, shard.scales, bias, out, total, row, channel.rank * shard.rows + row, rows, column)
             if begin >= end:
-                begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
+                begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     while begin < end:
-        tile = begin // count_steps(gemm, stream_k)
-        row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
+        tile = begin // count_steps(gemm, stream_k) - direct
+        row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
+        row_tile = (row_tile + first) % row_tiles
+        row, column = row_tile * gemm.block_m, column_tile * tile_width(gemm)
         ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-        begin = multiply_gathered(
-            channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, (row, column, base, ready),
-            (begin, end)
-        )  # fmt: skip
+        row_there = base + row + ready
+        if gemm.parts == 1:
+            total, is_complete, begin = multiply_unit(
+                gemm, stream_k, gathered, weight, row_there, column, 0, begin, end
+            )
+            if is_complete:
+                finish_tile(gemm, scales, bias, out, total, row + ready, row, rows, column)
+        else:
+            totals = multiply_columns(gemm, gathered, weight, row_there, column)
+            begin = end  # such tiles are whole units
+            for part in tl.static_range(gemm.parts):
+                at = column + part * gemm.block_n
+                finish_tile(gemm, scales, bias, out, totals[part], row + ready, row, rows, at)
         if begin >= end:
-            begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
+            begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     tiles.end_call(channel, producer)
-
-
-@triton.jit
-def count_tiles(channel, gemm, shard):  # type: ignore[no-untyped-def]
-    """(rows of tiles, columns of tiles) of out."""
-    return tl.cdiv(shard.rows * channel.world, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
-
-
-@triton.jit
-def order_rows(channel, gemm, shard):  # type: ignore[no-untyped-def]
-    """(the row of tiles that comes after the direct ones; how many rows of tiles are direct, loaded from x itself)."""
-    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
-    # A tile of two ranks' rows is the earlier rank's.
-    first = tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0
-    return first + direct_tiles, direct_tiles
-
-
-@triton.jit
-def locate_direct(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
-    """(row, column) where a tile begins, of so many rows of tiles."""
-    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, tile_width(gemm)), gemm.group_rows)
-    return row_tile * gemm.block_m, column_tile * tile_width(gemm)
-
-
-@triton.jit
-def locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
-    """(row of tiles, row, column) of the tile-th tile, direct ones counted; first: the row of tiles after those."""
-    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
-    tile -= direct_tiles * column_tiles
-    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
-    row_tile = (row_tile + first) % row_tiles
-    return row_tile, row_tile * gemm.block_m, column_tile * tile_width(gemm)
-
-
-@triton.jit
-def multiply_gathered(  # type: ignore[no-untyped-def]
-    channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, place, unit
-):
-    """Multiply the work unit's steps of one tile of gathered rows; returns where the unit's next tile begins.
-
-    place: (row, column, row of `gathered` that this call's rows begin at, what the wait for the rows returned). unit:
-    (begin, end), in steps.
-    """
-    row, column, base, ready = place
-    begin, end = unit
-    row_there = base + row + ready
-    count = shard.rows * channel.world
-    if gemm.parts == 1:
-        total, is_complete, begin = multiply_unit(gemm, stream_k, gathered, weight, row_there, column, 0, begin, end)
-        if is_complete:
-            total = scale_tile(gemm, scales, total, row + ready, column, count)
-            finish_tile(channel, gemm, shard, bias, out, total, row, column)
-    else:
-        totals = multiply_columns(gemm, gathered, weight, row_there, column)
-        begin = end  # such tiles are whole units
-        for part in tl.static_range(gemm.parts):
-            at = column + part * gemm.block_n
-            total = scale_tile(gemm, scales, totals[part], row + ready, at, count)
-            finish_tile(channel, gemm, shard, bias, out, total, row, at)
-    return begin
-
-
-@triton.jit
-def finish_tile(channel, gemm, shard, bias, out, total, row, column):  # type: ignore[no-untyped-def]
-    if bias is not None:
-        total += load_bias(bias, column, gemm.n, gemm.block_n)
-    store_tile(gemm, out, total, row, column, shard.rows * channel.world)
 
 
 @triton.jit

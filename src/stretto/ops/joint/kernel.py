@@ -15,6 +15,7 @@ from stretto.ops.gemm import (
     count_steps,
     count_units,
     find_unit,
+    finish_tile,
     load_bias,
     multiply_tile,
     multiply_unit,
@@ -187,7 +188,7 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
                 low, high = tiles.tile_rows(row_tiles, row_tile)
                 column = column_tile * gemm.block_n
                 total = multiply_tile(gemm, own, b, low - order.first_row, column, 0)
-                _finish_tile(gemm, order.own_scales, bias, stored, total, low - order.first_row, low, high, column)
+                finish_tile(gemm, order.own_scales, bias, stored, total, low - order.first_row, low, high, column)
             first += tl.cdiv(tl.maximum(direct - first, 0), programs) * programs
         if order.is_whole and stream_k.unit_steps is None:
             for tile in tl.range(first, count, programs, flatten=True):
@@ -196,7 +197,7 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
                 ready = tiles.consumer_tile_poll(channel, row_tiles, row_tile)
                 column = column_tile * gemm.block_n
                 total = multiply_tile(gemm, a, b, low + ready, column, 0)
-                _finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
+                finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
             tiles.finish_polls(channel, row_tiles)
         else:
             for unit in range(first, count_units(stream_k, count), programs):
@@ -207,7 +208,7 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
                 ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)
                 total, is_complete, _ = multiply_unit(gemm, stream_k, a, b, low + ready, column, 0, begin, end)
                 if is_complete:
-                    _finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
+                    finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
     else:
         for tile in tl.range(first, count, programs, flatten=order.is_whole):
             row_tile, column_tile = _find_tile(order, gemm, tile, 0)
@@ -220,15 +221,6 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
             _count_tile(row_tiles, order, gemm, before, (before >= 0) & (before + 2 * programs < count))
             store_tile(gemm, stored, total, low, column, high)
             _count_tile(row_tiles, order, gemm, tile, tile + 2 * programs >= count)
-
-
-@triton.jit
-def _finish_tile(gemm, row_scales, bias, stored, total, row, low, high, column):  # type: ignore[no-untyped-def]
-    """Store a gather's tile, the product's rows from `low` to high - 1, whose factors are those from `row` on."""
-    total = scale_tile(gemm, row_scales, total, row, column, row + high - low)
-    if bias is not None:
-        total += load_bias(bias, column, gemm.n, gemm.block_n)
-    store_tile(gemm, stored, total, low, column, high)
 
 
 @triton.jit
