@@ -47,6 +47,10 @@ ON_H100 = (  # operator, m, GEMM + NCCL, Stretto, its blocks, what exchanged
 )
 
 
+# `python -m lab joint-schedules`, 2 x H200, 2026-11-30, CUDA graphs: m x 4096 x 7168, GEMM + NCCL and two shots, in ms.
+REDUCES_ON_H200 = ((2048, 0.2439, 0.2223), (4096, 0.4627, 0.3844), (8192, 0.9226, 0.7509), (16384, 1.9974, 1.5430))
+
+
 class Row(NamedTuple):
     call: GemmCall
     speeds: Speeds
@@ -149,20 +153,17 @@ def test_the_constants_predict_nine_of_ten_choices_of_each_machine(machines):
 
 
 def test_an_all_reduce_of_many_rows_is_predicted_within_a_sixth_and_chosen_where_it_was_faster():
-    """Llama 3.1 8B's, as `python -m lab joint-schedules` has measured two shots' schedule beside the library."""
-    found = json.loads((RESULTS / "joint-schedules" / "joint-schedules-2.json").read_text())["rows"]
-    found = [row for row in found if row["operator"] == "reduce"]
-    assert len(found) == 4
-    for row in found:
-        problem = GemmProblem(NAMES["reduce"], row["m"], 4096, 7168, torch.bfloat16, False, 2)
+    for m, library, schedule in REDUCES_ON_H200:
+        problem = GemmProblem(NAMES["reduce"], m, 4096, 7168, torch.bfloat16, False, 2)
         (kernel,) = default_kernels(problem, Machine(132, True, True, H200)).values()
         assert kernel.exchange == "tiles"
         call = GemmCall(*problem[:4], 2, 2)
         times = predict_library(call, H200), predict_kernel(call, H200, 132, kernel.blocks, "copies")
-        assert times[0] == pytest.approx(row["default"] / 1e3, rel=0.15)
-        assert times[1] == pytest.approx(row["direct"] / 1e3, rel=0.17)
-        config, _ = default_config(problem, Machine(132, True, True, H200))
-        assert config == (kernel if row["direct"] < row["default"] else LIBRARY)
+        assert times[0] == pytest.approx(library / 1e3, rel=0.15)
+        assert times[1] == pytest.approx(schedule / 1e3, rel=0.17)
+        assert default_config(problem, Machine(132, True, True, H200))[0] == kernel
+    few = problem._replace(m=256)  # each rank would wait for other ranks' rows longer than the library takes
+    assert default_config(few, Machine(132, True, True, H200))[0] == LIBRARY
 
 
 def test_slow_links_and_few_programs_make_a_kernel_slower_than_the_library():
