@@ -170,6 +170,8 @@ def sum_arguments(sources=3, totals=(torch.bfloat16, torch.bfloat16)):
     return (
         (torch.empty(size, dtype=torch.bfloat16),) * sources,
         tuple(torch.empty(size, dtype=one) for one in totals),
+        torch.empty(N, dtype=torch.bfloat16),
+        N,
         size,
     )
 

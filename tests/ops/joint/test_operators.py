@@ -77,7 +77,7 @@ def test_products_with_a_schedule_are_right(interpret, operator, schedule, case)
 
 
 def add_in_order(m):
-    """Which sums are not those of partial sums rounded and then added in fp32 in rank order, and the last bits."""
+    """The ways whose sums are not partial sums, rounded and then added in fp32 in rank order, and a bias."""
     rank = dist.get_rank()
     inputs, weights, _ = random_operands(m, 40, 32, torch.float32, False)
     inputs = [(one * factor).round().bfloat16() for one, factor in zip(inputs, (2**25, 3, -(2**25), 3), strict=False)]
@@ -86,13 +86,13 @@ def add_in_order(m):
     expected = torch.zeros(m, 40)
     for one in partial:
         expected += one.float()
-    wrong = []
-    for transfer in ("copies", "programs"):
+    wrong, bias = [], 9 * random_operands(1, 1, 40, torch.bfloat16, False)[0][0][0]
+    for transfer, added in (("copies", bias), ("copies", None), ("programs", None)):
         how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer=transfer, movers=2, piece_bytes=512)
         out = torch.empty(m, 40, dtype=torch.bfloat16)
-        ops.matmul_all_reduce(inputs[rank], weights[rank % 2], implementation=how, out=out)
-        if not torch.equal(out, expected.bfloat16()):
-            wrong.append(transfer)
+        ops.matmul_all_reduce(inputs[rank], weights[rank % 2], bias=added, implementation=how, out=out)
+        if not torch.equal(out, (expected if added is None else expected + bias.float()).bfloat16()):
+            wrong.append((transfer, added is not None))
     return wrong
 
 

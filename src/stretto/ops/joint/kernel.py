@@ -315,9 +315,10 @@ def _find_slot(puts, tables, program, first, start):  # type: ignore[no-untyped-
 
 
 @triton.jit
-def add_rows(sources, totals, size):  # type: ignore[no-untyped-def]
+def add_rows(sources, totals, bias, columns, size):  # type: ignore[no-untyped-def]
     """Store the sum of `sources`, tuples of pointers to `size` elements, in all `totals`: in fp32, from the first on.
 
+    bias: added to each row of so many columns, or None.
     Synchronization: none. The stream of the launch has waited for the sources before it, and sends totals after it.
     Programs share the elements.
     """
@@ -327,6 +328,8 @@ def add_rows(sources, totals, size):  # type: ignore[no-untyped-def]
         total = tl.zeros((ADDED_AT_ONCE,), tl.float32)
         for source in tl.static_range(len(sources)):
             total += tl.load(sources[source] + offsets, mask=mask).to(tl.float32)
+        if bias is not None:
+            total += tl.load(bias + offsets % columns, mask=mask).to(tl.float32)
         for place in tl.static_range(len(totals)):
             tl.store(totals[place] + offsets, total.to(totals[place].dtype.element_ty), mask=mask)
 

@@ -73,6 +73,7 @@ class _CopiedTables(NamedTuple):
 
     counts: of `BlockChannel.begin`. own_tiles: rows of tiles that are of x. targets: the count of each channel whose
     tiles a stream awaits. has_last: whether the last move adds for this rank alone, and so may follow the kernel.
+    has_bias: whether the product gets the bias; else a sum of all ranks' rows does, of which no part is formed before.
     """
 
     row_tiles: tiles.DynamicMapping
@@ -80,6 +81,7 @@ class _CopiedTables(NamedTuple):
     own_tiles: int
     targets: dict[int, int]
     has_last: bool
+    has_bias: bool
 
 
 class _Tables(NamedTuple):
@@ -179,6 +181,7 @@ def _launch_by_copies(
         kept = tables.own_tiles * column_tiles
         stream_k, units = make_stream_k(units, x.shape[1], blocks, landing.counters, kept)
     start, stop = _find_bias_rows(joint, rank)
+    own_bias = bias if tables.has_bias else None
     order = CopiedTiles(
         len(plan.tiles), tables.own_tiles, rank * joint.rows, start, stop, landing.counters, threads, own_scales,
         fixed(gathers), fixed(is_whole),
@@ -186,10 +189,10 @@ def _launch_by_copies(
     adders = _ADDERS * processors or min(config.movers, blocks.programs)
 
     def add(sources: tuple[Tensor, ...], totals: tuple[Tensor, ...]) -> None:
-        size = sources[0].numel()
+        size, added = sources[0].numel(), None if tables.has_bias or len(sources) < members.size() else bias
         block_channel.launch(
-            add_rows, (kind_of(sources), kind_of(totals), kind_of(size)),
-            min(adders, divide_up(size, ADDED_AT_ONCE.value)), (sources, totals, size), num_warps=4,
+            add_rows, (kind_of(sources), kind_of(totals), kind_of(added), width, kind_of(size)),
+            min(adders, divide_up(size, ADDED_AT_ONCE.value)), (sources, totals, added, width, size), num_warps=4,
         )  # fmt: skip
 
     rows = CopiedRows(block_channel, joint, x, landed, landing.offset, own_scales, returned)
@@ -216,9 +219,9 @@ def _launch_by_copies(
         block_channel.launch(
             joint_gemm_by_copies,
             (config, dtype, is_whole, kind_of(order[:8]),
-             specialization_key(config, x, weight, gemm, own if own is None else x, landed, bias, target)),
+             specialization_key(config, x, weight, gemm, own if own is None else x, landed, own_bias, target)),
             min(leave_room_for_copies(blocks.programs, x.device), units),
-            (channel, tables.row_tiles, order, gemm, stream_k, own, a, b, stored, bias),
+            (channel, tables.row_tiles, order, gemm, stream_k, own, a, b, stored, own_bias),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
@@ -478,6 +481,8 @@ def _make_copied_tables(
         sum(tile.sender == NOBODY for tile in plan.tiles),
         targets,
         last,
+        joint.operator not in ("matmul_reduce_scatter", "matmul_all_reduce")
+        or any(len(move.sources) not in (1, len(joint.ranks)) for every in joint.ranks for move in every.moves),
     )
 
 
