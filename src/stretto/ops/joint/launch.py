@@ -145,7 +145,7 @@ def _launch_by_copies(
     processors = count_processors(x.device.index) if x.is_cuda else 0
     if not gathers:
         _require_countable(joint, width)
-    elif any(one.sender != NOBODY for every in joint.ranks for move in every.moves for one in move.sources):
+    elif _passes_on(joint):
         # Kernels that wait on the side stream need multiprocessors, and tiles wait for them.
         if processors and blocks.programs > processors:
             # Two programs a multiprocessor, of which few may wait, become one of twice the columns.
@@ -162,8 +162,7 @@ def _launch_by_copies(
     own = describe_rows(x, gemm) if reads_own else None
     parts = count_store_parts(blocks, x.element_size(), target.element_size())
     is_whole = bool(parts) and gemm.by_tma.value and takes_tma(target)
-    # No tile but the last of the product has fewer rows than it may have.
-    is_whole = is_whole and all(tile.stop in (tile.start + joint.block_rows, joint.product_rows) for tile in plan.tiles)
+    is_whole = is_whole and _has_whole_tiles(joint, rank)
     stored = target
     if is_whole:
         gemm = gemm._replace(stores_by_tma=fixed(True), out_parts=fixed(parts))
@@ -234,6 +233,18 @@ def _launch_by_copies(
         tiles.join_copies(block_channel)
     if not gathers:
         added.make_last()
+
+
+@lru_cache(maxsize=256)
+def _passes_on(joint: JointSchedule) -> bool:
+    """True if a rank's moves wait for others'."""
+    return any(one.sender != NOBODY for plan in joint.ranks for move in plan.moves for one in move.sources)
+
+
+@lru_cache(maxsize=256)
+def _has_whole_tiles(joint: JointSchedule, rank: int) -> bool:
+    """True if no tile but the last of the product has fewer rows than it may have."""
+    return all(tile.stop in (tile.start + joint.block_rows, joint.product_rows) for tile in joint.ranks[rank].tiles)
 
 
 def count_piece_rows(config: KernelConfig, row_bytes: int) -> int:
