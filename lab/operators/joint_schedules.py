@@ -7,7 +7,7 @@ of a cluster file and with the speed that the kernel alone had in this run. `--v
 (section 5) and Flux's figure 8: the direct algorithm by other resources (copy engines that pull, 16 or 20 programs) and
 in other pieces, or with tiles in the order of rows on all ranks in place of the order in which chunks arrive or are
 needed, which on a direct algorithm is Flux's shift; a ring by 20 programs (TileLink, figure 4); and the operator's own
-exchanges: copy engines, the same with tiles in the order of rows, programs. The last
+exchange by programs (of an all-reduce the direct algorithm's). The last
 lines say the simulation's median error, how often what it picks is the fastest or within 2% of it (of 2 ranks all
 algorithms move the same rows), and at how many shapes the fastest is within 2% of the default. 3 operators at 4 sizes
 take 90 s on 4 GPUs.
@@ -53,8 +53,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "movers": ("direct", {"transfer": "programs"}),
     "programs": ("direct", {"transfer": "programs", "movers": 20}),
     "ring_programs": ("ring", {"transfer": "programs", "movers": 20}),
-    "own": ("", {}),
-    "own_plain": ("", {"is_shifted": False}),
     "own_programs": ("", {"transfer": "programs"}),
 }
 """Other configurations by `--variants`, of an algorithm or ("") of the operator's own exchange."""
@@ -102,8 +100,6 @@ class Row:
     movers: float | None = column("direct, 16 programs (ms)", "{:.4f}")
     programs: float | None = column("direct, 20 programs (ms)", "{:.4f}")
     ring_programs: float | None = column("ring, 20 programs (ms)", "{:.4f}")
-    own: float | None = column("own, copy engines (ms)", "{:.4f}")
-    own_plain: float | None = column("own, copy engines, tiles by rows (ms)", "{:.4f}")
     own_programs: float | None = column("own, programs (ms)", "{:.4f}")
     direct_simulated: float | None = column("simulated: direct", "{:.4f}")
     ring_simulated: float | None = column("ring", "{:.4f}")

@@ -305,16 +305,16 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a tile's rows, by a wait",
         (
             Edit(
-                "ops/all_gather_matmul.py",
-                "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
-                "producer=producer)\n            multiply_gathered(",
-                "ready = row_tile * 0\n            multiply_gathered(",
+                "ops/joint/kernel.py",
+                "ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)\n"
+                "                total, is_complete",
+                "ready = row_tile * 0\n                total, is_complete",
             ),
             Edit(
                 "ops/all_gather_matmul.py",
                 "ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, "
-                "producer=producer)\n        begin = multiply_gathered(",
-                "ready = row_tile * 0\n        begin = multiply_gathered(",
+                "producer=producer)",
+                "ready = row_tile * 0",
             ),
         ),
         "all-gather/pu*,all-gather/copies-ragged",
@@ -326,8 +326,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         "for a tile's rows, by a poll",
         (
             Edit(
-                "ops/all_gather_matmul.py",
-                "ready = tiles.consumer_tile_poll(channel, consumer, row_tile)",
+                "ops/joint/kernel.py",
+                "ready = tiles.consumer_tile_poll(channel, row_tiles, row_tile)",
                 "ready = row_tile * 0",
             ),
         ),

@@ -116,7 +116,6 @@ class Kind(NamedTuple):
     """All that a GEMM's kernels may be compiled for; the last two are fp8's."""
 
     name: str
-    transfer: str
     shape: tuple[int, int, int]
     dtype: torch.dtype
     by_columns: bool
@@ -129,7 +128,6 @@ class Kind(NamedTuple):
 
 CHOICES: dict[str, list[Any]] = {
     "name": ["gather", "scatter", "few"],
-    "transfer": ["copies", "programs"],
     "shape": [(64, 128, 128), (128, 128, 128), (66, 128, 65), (64, 1, 128)],  # rows of a rank, n, k
     "dtype": [torch.bfloat16, torch.float32, FP8],
     "by_columns": [False, True],
@@ -169,9 +167,7 @@ def make_call(kind: Kind) -> Any:
 
     weight = make(k, n).t() if kind.by_columns and not is_fp8 else make(n, k)
     bias = None if kind.bias is None else torch.zeros(n, dtype=kind.bias)
-    plan = KernelConfig(
-        blocks=BLOCKS, transfer=kind.transfer, movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted
-    )
+    plan = KernelConfig(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted)
     x = make(rows, k) if kind.name == "gather" else make(WORLD * rows, k)
     scales = Scales(*map(make_scale, (x.shape[0], n), kind.scale_steps)) if is_fp8 else None
     return kind.name, plan, x, weight, bias, kind.out_dtype if is_fp8 else kind.dtype, scales
@@ -305,7 +301,6 @@ def run_call(call: Any) -> None:
             plan = plan._replace(blocks=plan.blocks._replace(m=16))
             small_m.launch("matmul_reduce_scatter", "scatter", plan, product, WORLD)
         case "scatter":
-            plan = plan._replace(transfer="programs")
             scatter_module.launch_scatter(plan, product, dtype)
 
 

@@ -25,6 +25,7 @@ from stretto.ops.config import (
     find_fastest_kernel,
     require_config,
 )
+from stretto.ops.joint import launch as joint_module
 from stretto.ops.prediction import Speeds
 from stretto.ops.small_m import count_bytes, split_steps
 from stretto.ops.tuning import vary_blocks, vary_transfers
@@ -225,23 +226,25 @@ def test_more_packets_than_32_bits_count_are_refused():
 
 def list_modules_of_a_launch(plan):
     """The modules of Stretto on the stack when a warm call launches its kernel."""
-    name = f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"
-    kernel, found = getattr(gather_module, name), []
+    module, name = gather_module, "all_gather_gemm_by_programs"
+    if plan == "copies":
+        module, name = joint_module, "joint_gemm_by_copies"
+    kernel, found = getattr(module, name), []
 
     class Noting:
         def __getitem__(self, grid):
             frame = sys._getframe()
             while frame is not None:
-                module = frame.f_globals["__name__"]
-                if module.startswith("stretto.") and module not in found:
-                    found.insert(0, module)
+                where = frame.f_globals["__name__"]
+                if where.startswith("stretto.") and where not in found:
+                    found.insert(0, where)
                 frame = frame.f_back
             return kernel[grid]
 
     x, weight = random_of(dist.get_rank(), 40, 32), random_of(10, 24, 32)
     for _ in range(2):
         ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
-    with mock.patch.object(gather_module, name, Noting()):
+    with mock.patch.object(module, name, Noting()):
         ops.all_gather_matmul(x, weight, implementation=find_plan(plan))
     return found
 
@@ -264,18 +267,21 @@ def list_modules_of_a_call(plan):
     return {module.removeprefix("stretto.ops.") for module in found if module.startswith("stretto.ops")}
 
 
-@pytest.mark.parametrize("plan", ["auto", "pushes"])
-def test_six_modules_have_all_of_a_call(interpret, plan):
+@pytest.mark.parametrize(("plan", "schedules"), [("auto", True), ("pushes", False)])
+def test_six_modules_have_all_of_a_call_and_four_its_schedule(interpret, plan, schedules):
     """Checks, choice and whether it may be timed, configuration, workspace, launch and kernel: what a reader opens."""
+    expected = {"all_gather_matmul", "choices", "config", "confirmation", "gemm", "operator"}
+    if schedules:
+        expected |= {f"joint.{module}" for module in ("copies", "kernel", "launch", "registry")}
     for found in interpret(2, list_modules_of_a_call, plan):
-        assert found == {"all_gather_matmul", "choices", "config", "confirmation", "gemm", "operator"}
+        assert found == expected
 
 
 @pytest.mark.parametrize("plan", ["copies", "pushes"])
 def test_a_call_passes_few_modules_to_its_kernels_launch(interpret, plan):
     for found in interpret(2, list_modules_of_a_launch, plan):
         assert {"stretto.ops.all_gather_matmul", "stretto.ops.operator"} <= set(found)
-        assert len(found) <= 4, found
+        assert len(found) <= 5, found
 
 
 def test_a_kernel_that_waits_for_copies_leaves_them_room_where_ranks_share_a_gpu(monkeypatch):

@@ -122,7 +122,7 @@ def share(what, shape, plan):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", ["copies", "pushes", "tiles"])
 @pytest.mark.parametrize(
-    ("ranks", "shape"), [(2, (32, 64, 264)), (4, (30, 20, 296)), (2, (19, 33, 267)), (2, (30, 32, 480))]
+    ("ranks", "shape"), [(2, (32, 64, 264)), (4, (30, 20, 296)), (2, (19, 33, 267)), (2, (30, 32, 479))]
 )
 def test_tiles_of_the_last_wave_are_shared_by_steps_over_k(interpret, ranks, shape, plan):
     """By three programs: the fourth of four tiles, with odd sizes as well; or two tiles, each in three parts."""

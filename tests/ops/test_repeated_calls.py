@@ -104,9 +104,10 @@ def fall_behind(name, plan, calls):
     """Rank 1 launches its kernels late, when others are in their next call; the calls whose product is wrong."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     module, kernel = {
-        "gather": (gather_module, f"all_gather_gemm_by_{'copies' if plan == 'copies' else 'programs'}"),
-        "scatter": (joint_module, "add_rows") if plan == "copies" else (scatter_module, "gemm_reduce_scatter"),
-    }[name]
+        ("gather", "copies"): (joint_module, "joint_gemm_by_copies"),
+        ("gather", "pushes"): (gather_module, "all_gather_gemm_by_programs"),
+        ("scatter", "copies"): (joint_module, "add_rows"),
+    }.get((name, plan), (scatter_module, "gemm_reduce_scatter"))
     launch = getattr(module, kernel)
 
     class Late:
@@ -152,7 +153,7 @@ class _Unlaunchable:
 def call_after_a_failed_launch(operator, plan):
     """True if a call is what it was after one whose kernel could be launched on no rank."""
     module, kernel = {
-        ("all_gather_matmul", "copies"): (gather_module, "all_gather_gemm_by_copies"),
+        ("all_gather_matmul", "copies"): (joint_module, "joint_gemm_by_copies"),
         ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm_by_programs"),
         ("matmul_reduce_scatter", "copies"): (joint_module, "joint_gemm_by_copies"),
         ("matmul_reduce_scatter", "tiles"): (scatter_module, "gemm_reduce_scatter"),

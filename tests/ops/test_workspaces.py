@@ -41,9 +41,7 @@ def free_and_call_again():
     assert ops.free_workspaces(group) == 0
     expected, (out, grad) = call_all(group), look_up(group)
     kept_out = out.clone()
-    purposes = [
-        "barrier", "copy_engine", "double_buffered", "embedding gradients", "embedding outputs", "packets",
-    ]  # fmt: skip
+    purposes = ["copy_engine", "double_buffered", "embedding gradients", "embedding outputs", "packets"]
     for _ in range(2):
         found = ops.workspaces(group)
         assert sorted(one.purpose for one in found) == purposes

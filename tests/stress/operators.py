@@ -18,7 +18,6 @@ from stretto.ops.operator import FP8, OperatorWorkspace, _caches, list_node_grou
 FAMILY = "operators"
 ENTRIES = 6
 BEGIN = "tiles.calls.begin_call"
-GATHER_BY_COPIES = "ops.all_gather_matmul.all_gather_gemm_by_copies"
 GATHER_BY_PROGRAMS = "ops.all_gather_matmul.all_gather_gemm_by_programs"
 DEFAULT: tuple[str, ...] = ()  # the kernel of a default plan depends on the machine and the number of ranks
 SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
@@ -550,8 +549,8 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
         return (BEGIN, *waits, JOINT_COPIED, *(() if call.is_gather else (ADDED,)))
     if call.is_gather:
         if call.operator == "all_gather_matmul_gathered":
-            return (BEGIN, "tiles.signals.wait_for_channel", GATHER_BY_COPIES)
-        return (BEGIN, GATHER_BY_COPIES) if call.plan.transfer == "copies" else (GATHER_BY_PROGRAMS,)
+            return (BEGIN, "tiles.signals.wait_for_channel", JOINT_COPIED)
+        return (BEGIN, JOINT_COPIED) if call.plan.transfer == "copies" else (GATHER_BY_PROGRAMS,)
     if call.plan.exchange == "packets":
         return (FEW_ROWS,)
     return (

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lists of copies make the same calls of CUDA's driver, in the same order, as the functions that they stand for."""
 
-import importlib
+import contextlib
 
 import pytest
 import torch
 
 from stretto import tiles
 from stretto.memory import copy_engine
-from stretto.ops import Blocks, KernelConfig
+from stretto.ops.joint.copies import CopiedRows
+from stretto.ops.joint.launch import find_joint
+from stretto.ops.joint.registry import name_schedule
 from stretto.tiles import host
 
-gather = importlib.import_module("stretto.ops.all_gather_matmul")
 WORLD, RANK = 3, 1
-BLOCKS = Blocks(16, 16, 16, 1, 4, 2, 4)
 
 
 class Memory:
@@ -46,7 +46,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(host, "find_driver", lambda: made)
     monkeypatch.setattr(host, "find_handle", lambda _: 20)
     monkeypatch.setattr(host, "rank_await_count", lambda _, index, count: made.await_count(index, count))
-    monkeypatch.setattr(tiles, "rank_wait_all", lambda _, index, stride: made.wait_all(index, stride))
+    monkeypatch.setattr(tiles, "copy_engine", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(tiles, "rank_wait", lambda _, index, rank: made.wait(index, rank))
     return made
 
@@ -75,34 +75,39 @@ def places(channel):
 
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_a_gather_pushes_its_pieces_and_copies_out_what_has_come_from_wherever_x_lies(driver, channel, pieces):
-    config = KernelConfig(blocks=BLOCKS, piece_bytes=32 * 8 // pieces)
-    producer, _ = gather.map_rows(32, WORLD, config, 8)
+    direct = name_schedule("all_gather_matmul", "direct-all-gather", "kernel", WORLD)
+    joint = find_joint("all_gather_matmul", direct, WORLD, 32, 16, piece_rows=32 // pieces, reads_own=True)
     row, signal = places(channel)
     for _ in range(2):  # the second call finds the lists that the first one has made
         x, out = torch.zeros(32, 4, dtype=torch.float16), torch.zeros(96, 4, dtype=torch.float16)
+        scales = torch.zeros(32)
         gathered = channel.tensor((96, 4), torch.float16)
+        rows, size = CopiedRows(channel, joint, x, gathered, 0, scales, out), 32 // pieces
         driver.calls.clear()
-        gather.push_rows_by_copies(channel, producer, x, None, 0)
-        size = 32 // pieces
-        assert driver.calls == [
+        rows.place_own_rows()
+        assert driver.calls == []  # tiles read x
+        rows.make_others()
+        behind = [  # the rows, which take 768 bytes
+            ("copy", row(peer, 0) + 768 + 4 * 32, scales.data_ptr(), 4 * 32, 20) for peer in (2, 0)
+        ]
+        assert [driver.calls.pop(at) for at in (2 * pieces + 1, 0)] == behind[::-1]
+        assert driver.calls[: 4 * pieces] == [
             call
-            for peer in (0, 2)
+            for peer in (2, 0)
             for piece in range(pieces)
             for call in (
                 ("copy", row(peer, 32 + size * piece), x.data_ptr() + 8 * size * piece, 8 * size, 20),
                 signal(RANK * pieces + piece, peer),
             )
         ]
-        driver.calls.clear()
-        gather.copy_out_gathered(channel, producer, x, gathered, out)
         first = out.data_ptr()
         own = ("copy", first + 8 * 32, x.data_ptr(), 8 * 32, 20)
         of_0 = ("copy", first, row(RANK, 0), 8 * 32, 20)
         of_2 = ("copy", first + 8 * 64, row(RANK, 64), 8 * 32, 20)
-        if pieces == 1:
-            assert driver.calls == [own, ("wait_all", 0, 1), of_0, of_2]
-        else:
-            assert driver.calls == [own, ("wait", 5, 2), of_2, ("wait", 1, 0), of_0]
+        waits = [
+            ("wait", pieces * peer + pieces - 1, peer) for peer in (0, 2)
+        ]  # for the last piece, which stands for all
+        assert driver.calls[4 * pieces :] == [own, waits[0], of_0, waits[1], of_2]
 
 
 def test_counters_are_cleared_and_awaited_in_stream_order(driver):

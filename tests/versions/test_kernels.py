@@ -259,7 +259,6 @@ def launch_triangle() -> Launch:
 
 
 LAUNCHES: dict[str, Callable[[], Launch]] = {
-    "ops.all_gather_matmul.all_gather_gemm_by_copies": lambda: launch_operator("gather", operators.WIDE),
     "ops.all_gather_matmul.all_gather_gemm_by_programs": lambda: launch_operator(
         "gather", operators.WIDE, transfer="programs"
     ),

@@ -2,12 +2,12 @@
 """All-gather + GEMM: the ranks' rows are transferred while a persistent GEMM multiplies those that have arrived.
 
 Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). From top to bottom: the operator; its run, by
-the library or by a kernel; the two kernels, `all_gather_gemm_by_copies`, whose rows copy engines move, and
-`all_gather_gemm_by_programs`, whose first programs move them; their launches; the gradient.
+the library or by a kernel; the kernel whose first programs move rows; its launch; the gradient. By copy engines, which
+move more rows, it is a direct algorithm's joint schedule (`joint`).
 """
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple, overload
 
@@ -20,29 +20,25 @@ from torch.nn import functional
 
 from stretto import tiles
 from stretto.collectives.schedule import Schedule
-from stretto.memory.gpus import leave_room_for_copies, limit_waiting
+from stretto.memory.gpus import limit_waiting
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation, pin_backward
 from stretto.ops.gemm import (
     GroupProduct,
     Scales,
     count_steps,
-    count_units,
     describe_gemm,
     describe_rows,
     divide_up,
     find_unit,
+    finish_tile,
     fixed,
     has_power_of_two_columns,
-    load_bias,
     make_stream_k,
     multiply_columns,
-    multiply_tile,
     multiply_unit,
     order_tiles,
-    scale_tile,
     specialization_key,
-    store_tile,
     tile_width,
 )
 from stretto.ops.joint.launch import launch_joint
@@ -70,7 +66,6 @@ _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
 _SCALES_AT_ONCE = tl.constexpr(256)
 _MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 16384)  # elements that a program loads and stores
-_SIGNALLING = tl.constexpr(16)  # programs that signal own rows which copy engines push to others
 
 
 @overload
@@ -244,11 +239,7 @@ def _run(
             return copy_to(out, functional.linear(gathered, weight, bias)), gathered
         out = x.new_empty(rows * world, n) if out is None else out
         returned = x.new_empty(rows * world, k) if returns_gathered else None
-        operands = GroupProduct(x, weight, bias, out, group)
-        if config.schedule:
-            launch_joint("all_gather_matmul", config, operands, x.dtype, returned)
-        else:
-            launch_gather(config, operands, returned)
+        launch_gather(config, GroupProduct(x, weight, bias, out, group), returned)
         return out, x if returned is None else returned
 
     config = find_config(
@@ -298,68 +289,14 @@ class RowMoves(NamedTuple):
 
 
 @triton.jit
-def all_gather_gemm_by_copies(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, stream_k, shard, own, gathered, weight, bias, out
-):
-    """out [m, n] = gathered @ weight.T + bias, tile after tile as copy engines bring the rows; persistent.
-
-    Order: tiles of this rank's rows first (if is_direct, loaded from x itself, `own`), then the next rank's and so on,
-    as rows arrive; or, not is_shifted, rank 0's first on all ranks. Tiles of the last wave may be split (`StreamK`).
-    Signals: a copy engine's on its stream, after each piece of a shard. Own rows are in place when the kernel begins;
-    its first programs signal them, since a copy within a GPU may need a multiprocessor.
-    Waits: for the pieces that hold a tile's rows: by `consumer_tile_wait` at the tile's head, or by
-    `consumer_tile_poll` while the tile before it is multiplied, since loops over whole tiles are flattened, and a
-    tile's stores and waits overlap with other tiles' products. They depend on copy engines alone.
-    Scales of fp8 rows travel before their rows' signals, to gemm.row_scales.
-    Reuse: `gathered` is one of two slots, in turn. Peers write to it only when all ranks have begun the call after the
-    last one that used it.
-    """
-    first, direct_tiles = order_rows(channel, gemm, shard)
-    row_tiles, column_tiles = count_tiles(channel, gemm, shard)
-    count = row_tiles * column_tiles
-    direct = direct_tiles * column_tiles
-    signalling = tl.minimum(tl.num_programs(0), _SIGNALLING)  # the first programs, which run when any do
-    if tl.program_id(0) < signalling:
-        own_tiles = tiles.rank_tiles(producer)
-        for tile in range(tl.program_id(0), own_tiles, signalling):
-            own_tile = channel.rank * own_tiles + tile
-            tiles.producer_tile_notify(channel, producer, own_tile, "broadcast", rank=channel.rank)
-    if shard.is_direct:
-        for tile in tl.range(tl.program_id(0), direct, tl.num_programs(0), flatten=True):
-            row, column = locate_direct(gemm, direct_tiles, tile)
-            total = multiply_tile(gemm, own, weight, row, column, 0)
-            total = scale_tile(gemm, shard.scales, total, row, column, shard.rows)
-            finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
-    index = tl.program_id(0)
-    index += tl.cdiv(tl.maximum(direct - index, 0), tl.num_programs(0)) * tl.num_programs(0)
-    if shard.is_direct and gemm.by_tma and stream_k.unit_steps is None:
-        for tile in tl.range(index, count, tl.num_programs(0), flatten=True):
-            row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
-            ready = tiles.consumer_tile_poll(channel, consumer, row_tile)
-            total = multiply_tile(gemm, gathered, weight, row + ready, column, 0)
-            total = scale_tile(gemm, gemm.row_scales, total, row + ready, column, shard.rows * channel.world)
-            finish_tile(channel, gemm, shard, bias, out, total, row, column)
-        tiles.finish_polls(channel, consumer)
-    else:
-        # A `for`, in which Triton overlaps a tile's stores with the next tile's loads; a work unit is of one tile.
-        for unit in range(index, count_units(stream_k, count), tl.num_programs(0)):
-            begin, end = find_unit(gemm, stream_k, unit, count)
-            tile = begin // count_steps(gemm, stream_k)
-            row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
-            ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-            multiply_gathered(
-                channel, gemm, stream_k, shard, gathered, gemm.row_scales, weight, bias, out, (row, column, 0, ready),
-                (begin, end)
-            )  # fmt: skip
-
-
-@triton.jit
 def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
     channel, producer, consumer, gemm, stream_k, shard, moves, own, gathered, weight, bias, out
 ):
     """out [m, n] = gathered @ weight.T + bias; the first programs move rows before they multiply; persistent.
 
-    Order: as of `all_gather_gemm_by_copies`. Programs claim work units, so those that have moved rows do fewer.
+    Order: tiles of this rank's rows first (if is_direct, loaded from x itself, `own`), then the next rank's and so on,
+    as rows arrive; or, not is_shifted, rank 0's first on all ranks. Tiles of the last wave may be split (`StreamK`).
+    Programs claim work units, so those that have moved rows do fewer.
     Signals: the first `movers` programs push rows, and signal each piece.
     Waits: for the pieces that hold a tile's rows, at the tile's head. They depend on the launch's first programs on
     each rank, which run when any do, claim what they move, and wait for nothing. A launch leaves room for another
@@ -375,98 +312,45 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
         scales += slot.to(tl.int64) * moves.slot_words
     if tl.program_id(0) < moves.movers:
         push_rows(channel, producer, gemm, shard, moves.x, moves.landing + tl.cast(base, tl.int64) * gemm.k, scales)
-    first, direct_tiles = order_rows(channel, gemm, shard)
-    row_tiles, column_tiles = count_tiles(channel, gemm, shard)
-    count = row_tiles * column_tiles
+    rows = shard.rows * channel.world
+    row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
+    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
     direct = direct_tiles * column_tiles
-    begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
+    # The row of tiles after the direct ones; a tile of two ranks' rows is the earlier rank's.
+    first = direct_tiles + (tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0)
+    begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     if shard.is_direct:
         while begin < direct * count_steps(gemm, stream_k):
-            row, column = locate_direct(gemm, direct_tiles, begin // count_steps(gemm, stream_k))
+            tile = begin // count_steps(gemm, stream_k)
+            row_tile, column_tile = order_tiles(tile, direct_tiles, column_tiles, gemm.group_rows)
+            row, column = row_tile * gemm.block_m, column_tile * tile_width(gemm)
             total, is_complete, begin = multiply_unit(gemm, stream_k, own, weight, row, column, 0, begin, end)
             if is_complete:
-                total = scale_tile(gemm, shard.scales, total, row, column, shard.rows)
-                finish_tile(channel, gemm, shard, bias, out, total, channel.rank * shard.rows + row, column)
+                finish_tile(gemm, shard.scales, bias, out, total, row, channel.rank * shard.rows + row, rows, column)
             if begin >= end:
-                begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
+                begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     while begin < end:
-        tile = begin // count_steps(gemm, stream_k)
-        row_tile, row, column = locate_gathered(gemm, tile, row_tiles, first, direct_tiles)
+        tile = begin // count_steps(gemm, stream_k) - direct
+        row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
+        row_tile = (row_tile + first) % row_tiles
+        row, column = row_tile * gemm.block_m, column_tile * tile_width(gemm)
         ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
-        begin = multiply_gathered(
-            channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, (row, column, base, ready),
-            (begin, end)
-        )  # fmt: skip
+        row_there = base + row + ready
+        if gemm.parts == 1:
+            total, is_complete, begin = multiply_unit(
+                gemm, stream_k, gathered, weight, row_there, column, 0, begin, end
+            )
+            if is_complete:
+                finish_tile(gemm, scales, bias, out, total, row + ready, row, rows, column)
+        else:
+            totals = multiply_columns(gemm, gathered, weight, row_there, column)
+            begin = end  # such tiles are whole units
+            for part in tl.static_range(gemm.parts):
+                at = column + part * gemm.block_n
+                finish_tile(gemm, scales, bias, out, totals[part], row + ready, row, rows, at)
         if begin >= end:
-            begin, end = find_unit(gemm, stream_k, tiles.claim(channel), count)
+            begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     tiles.end_call(channel, producer)
-
-
-@triton.jit
-def count_tiles(channel, gemm, shard):  # type: ignore[no-untyped-def]
-    """(rows of tiles, columns of tiles) of out."""
-    return tl.cdiv(shard.rows * channel.world, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
-
-
-@triton.jit
-def order_rows(channel, gemm, shard):  # type: ignore[no-untyped-def]
-    """(the row of tiles that comes after the direct ones; how many rows of tiles are direct, loaded from x itself)."""
-    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
-    # A tile of two ranks' rows is the earlier rank's.
-    first = tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0
-    return first + direct_tiles, direct_tiles
-
-
-@triton.jit
-def locate_direct(gemm, row_tiles, tile):  # type: ignore[no-untyped-def]
-    """(row, column) where a tile begins, of so many rows of tiles."""
-    row_tile, column_tile = order_tiles(tile, row_tiles, tl.cdiv(gemm.n, tile_width(gemm)), gemm.group_rows)
-    return row_tile * gemm.block_m, column_tile * tile_width(gemm)
-
-
-@triton.jit
-def locate_gathered(gemm, tile, row_tiles, first, direct_tiles):  # type: ignore[no-untyped-def]
-    """(row of tiles, row, column) of the tile-th tile, direct ones counted; first: the row of tiles after those."""
-    column_tiles = tl.cdiv(gemm.n, tile_width(gemm))
-    tile -= direct_tiles * column_tiles
-    row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
-    row_tile = (row_tile + first) % row_tiles
-    return row_tile, row_tile * gemm.block_m, column_tile * tile_width(gemm)
-
-
-@triton.jit
-def multiply_gathered(  # type: ignore[no-untyped-def]
-    channel, gemm, stream_k, shard, gathered, scales, weight, bias, out, place, unit
-):
-    """Multiply the work unit's steps of one tile of gathered rows; returns where the unit's next tile begins.
-
-    place: (row, column, row of `gathered` that this call's rows begin at, what the wait for the rows returned). unit:
-    (begin, end), in steps.
-    """
-    row, column, base, ready = place
-    begin, end = unit
-    row_there = base + row + ready
-    count = shard.rows * channel.world
-    if gemm.parts == 1:
-        total, is_complete, begin = multiply_unit(gemm, stream_k, gathered, weight, row_there, column, 0, begin, end)
-        if is_complete:
-            total = scale_tile(gemm, scales, total, row + ready, column, count)
-            finish_tile(channel, gemm, shard, bias, out, total, row, column)
-    else:
-        totals = multiply_columns(gemm, gathered, weight, row_there, column)
-        begin = end  # such tiles are whole units
-        for part in tl.static_range(gemm.parts):
-            at = column + part * gemm.block_n
-            total = scale_tile(gemm, scales, totals[part], row + ready, at, count)
-            finish_tile(channel, gemm, shard, bias, out, total, row, at)
-    return begin
-
-
-@triton.jit
-def finish_tile(channel, gemm, shard, bias, out, total, row, column):  # type: ignore[no-untyped-def]
-    if bias is not None:
-        total += load_bias(bias, column, gemm.n, gemm.block_n)
-    store_tile(gemm, out, total, row, column, shard.rows * channel.world)
 
 
 @triton.jit
@@ -507,73 +391,15 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 
 
 def launch_gather(config: KernelConfig, product: GroupProduct, returned: Tensor | None = None) -> None:
-    """Launch the call: out = gather(x) @ weight.T + bias, by the configuration's kernel.
+    """Launch the call: out = gather(x) @ weight.T + bias, by a schedule, or by the kernel here.
 
-    Scales of own rows of an fp8 x are sent with them. returned: gets the gathered x, which copy engines alone can give.
+    Scales of own rows of an fp8 x are sent with them. returned: gets the gathered x, which the kernel here cannot give.
     """
-    if config.transfer == "programs":
+    if config.schedule or config.transfer == "copies":
+        launch_joint("all_gather_matmul", config, product, product.x.dtype, returned)
+    else:
         assert returned is None
         _launch_by_programs(_limit_programs(config, product.x.device), product)
-    else:
-        _launch_by_copies(config.with_power_of_two_tiles(), product, returned)
-
-
-def _launch_by_copies(config: KernelConfig, product: GroupProduct, returned: Tensor | None) -> None:
-    """Begin the call, have copy engines push this rank's rows on a side stream, and launch the GEMM."""
-    x, weight, bias, out, group, scales = product
-    blocks, (rows, k) = config.blocks, x.shape
-    assert blocks is not None
-    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=False, has_scales=scales is not None)
-    workspace = find_workspace(group, x.device, size, "barrier")
-    block_channel = workspace.channel
-    world = block_channel.world_size
-    producer, consumer = map_rows(rows, world, config, k * x.element_size())
-    offset, slot = workspace.take_slot()
-    gathered = block_channel.tensor((rows * world, k), x.dtype, offset=offset)
-    own_scales = None if scales is None else scales.rows.contiguous()
-    if scales is not None:
-        scales = Scales(find_gathered_scales(block_channel, rows, k, offset), scales.columns)
-    gemm, arriving, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales)
-    own = describe_rows(x, gemm)
-    is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None
-    column_tiles = divide_up(out.shape[1], blocks.n)
-    count = divide_up(out.shape[0], blocks.m) * column_tiles
-    # Own tiles are multiplied in a separate loop, over whole tiles.
-    kept = rows // blocks.m * column_tiles if is_direct else 0
-    stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals, kept)
-    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
-    block_channel.check()
-    try:
-        channel = block_channel.begin("all_gather_matmul", producer, consumer, "broadcast", slot=slot)
-        if not is_direct:
-            # On this stream, before the kernel: a copy within a GPU may need a multiprocessor, and none is free once
-            # the kernel runs.
-            tiles.rank_copy_data(gathered, x, rows=slice(0, rows), to=block_channel.rank * rows)
-            if scales is not None and own_scales is not None:
-                tiles.rank_copy_data(scales.rows, own_scales, rows=slice(0, rows), to=block_channel.rank * rows)
-        with tiles.copy_engine(block_channel):
-            push_rows_by_copies(block_channel, producer, x, own_scales, offset)
-            if returned is not None:
-                copy_out_gathered(block_channel, producer, x, gathered, returned)
-    except BaseException:
-        abandon(group, block_channel)
-        raise
-    try:
-        block_channel.launch(
-            all_gather_gemm_by_copies,
-            specialization_key(config, x, weight, gemm, bias, out, own_scales),
-            min(leave_room_for_copies(blocks.programs, x.device), max(units, 1)),
-            (channel, producer, consumer, gemm, stream_k, shard, own, arriving, b, bias, c),
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-        )
-    except BaseException:
-        first = block_channel.rank * producer.channels.value
-        for index in range(first, first + producer.channels.value):  # own rows, so that the next call does not hang
-            tiles.rank_notify(block_channel, index, block_channel.rank)
-        raise
-    finally:  # also after a failed launch: the next call's copies must come after these
-        tiles.join_copies(block_channel)
 
 
 def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
@@ -581,7 +407,12 @@ def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     x, weight, bias, out, group, scales = product
     blocks, (rows, k) = config.blocks, x.shape
     assert blocks is not None
-    size = count_gathered_bytes(out.shape[0], k, x.dtype, by_programs=True, has_scales=scales is not None)
+    count = out.shape[0]
+    scales_start = divide_up((count + 1) * k, _ALIGNMENT) * _ALIGNMENT  # of fp8's, behind the rows
+    # One row more than there are: slots begin at multiples of a row, so that one descriptor covers both.
+    size = count_bytes(count + 1, k, dtype=x.dtype)
+    if scales is not None:
+        size = scales_start + count_bytes(count, dtype=torch.float32)
     workspace = find_workspace(group, x.device, size, "double_buffered")
     block_channel = workspace.channel
     world = block_channel.world_size
@@ -590,12 +421,12 @@ def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     landing = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
     own_scales = None if scales is None else scales.rows.contiguous()
     if scales is not None:
-        scales = Scales(find_gathered_scales(block_channel, rows, k, 0), scales.columns)
+        scales = Scales(block_channel.tensor((count,), torch.float32, offset=scales_start), scales.columns)
     in_parts = not has_power_of_two_columns(blocks)
     gemm, arriving, b, c = describe_gemm(landing, weight, out, blocks, scales=scales, in_parts=in_parts)
     own = describe_rows(x, gemm)
     is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None and not in_parts
-    count = divide_up(out.shape[0], blocks.m) * divide_up(out.shape[1], blocks.n)
+    count = divide_up(count, blocks.m) * divide_up(out.shape[1], blocks.n)
     stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals)
     programs = min(blocks.programs, max(units, config.movers))
     shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
@@ -630,101 +461,18 @@ def map_rows(
 ) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
     """(the mapping of rows to signals as they are sent, the mapping of the GEMM's tiles to the signals they wait for).
 
-    Rows are sent in pieces of about `piece_bytes`, one a channel. Programs move many small tiles a piece, so that all
-    of them have some to move.
+    Rows are sent in pieces of about `piece_bytes`, one a channel, of many small tiles, so that all programs have some
+    to move.
     """
     assert config.blocks is not None
     # Powers of two, since a kernel is compiled for each of these numbers.
     pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), MAX_PIECES))
     pieces = 1 << (pieces.bit_length() - 1)
-    moved = config.blocks.m
-    if config.transfer == "programs":
-        moved = max(1, min(rows * world // config.movers, _MOVED_BYTES // row_bytes))
-        moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
+    moved = max(1, min(rows * world // config.movers, _MOVED_BYTES // row_bytes))
+    moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
     producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
     channel_rows = producer.channel_rows
     return producer, tiles.whole_tiles(rows, world, config.blocks.m, channels=pieces, channel_rows=channel_rows)
-
-
-def count_gathered_bytes(rows: int, k: int, dtype: torch.dtype, *, by_programs: bool, has_scales: bool) -> int:
-    """The bytes of a slot for all ranks' rows, and, of fp8, their scales behind them.
-
-    Slots for programs have one row more: they begin at multiples of a row, so that one descriptor covers both.
-    """
-    if has_scales:
-        return _find_scales_start(rows, k) + count_bytes(rows, dtype=torch.float32)
-    return count_bytes(rows + by_programs, k, dtype=dtype)
-
-
-def _find_scales_start(rows: int, k: int) -> int:
-    """The offset of the scales in a slot, in bytes: behind one row more than there are."""
-    return divide_up((rows + 1) * k, _ALIGNMENT) * _ALIGNMENT
-
-
-def find_gathered_scales(
-    block_channel: tiles.BlockChannel, rows: int, k: int, offset: int, rank: int | None = None
-) -> Tensor:
-    """The scales of all ranks' fp8 rows, fp32 [world * rows], in a rank's slot at `offset`."""
-    count = rows * block_channel.world_size
-    return block_channel.tensor((count,), torch.float32, offset=offset + _find_scales_start(count, k), rank=rank)
-
-
-def push_rows_by_copies(
-    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, scales: Tensor | None, offset: int
-) -> None:
-    """Push x by copy engines to the rank before this one, then to the one before that, and so on.
-
-    So every rank gets its next rank's rows first, which is the order that tiles are multiplied in, and at any time
-    every rank pushes to another one. scales: [rows] of fp8, which go before the first piece.
-    """
-    given = (x,) if scales is None else (x, scales)
-    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
-
-    def list_pushes() -> tiles.CopyList:
-        copies = tiles.CopyList(*given)
-        for distance in range(1, world):
-            peer = (rank - distance) % world
-            there = block_channel.tensor((world * rows, k), x.dtype, offset=offset, rank=peer)
-            if scales is not None:
-                scales_there = find_gathered_scales(block_channel, rows, k, offset, peer)
-                copies.copy(scales_there, scales, rows=slice(0, rows), to=rank * rows)
-            for piece, start in enumerate(range(0, rows, producer.channel_rows)):
-                part = slice(start, min(start + producer.channel_rows, rows))
-                copies.copy(there, x, rows=part, to=rank * rows + start)
-                copies.notify(block_channel, rank * producer.channels.value + piece, peer)
-        return copies
-
-    key = "pushes", rows, k, x.dtype, len(given), offset, producer.channel_rows, producer.channels.value
-    tiles.find_copies(block_channel, key, list_pushes).run(block_channel, *given)
-
-
-def copy_out_gathered(
-    block_channel: tiles.BlockChannel, producer: tiles.StaticMapping, x: Tensor, gathered: Tensor, returned: Tensor
-) -> None:
-    """Copy the gathered rows out of the workspace, which the next call overwrites, concurrently with the GEMM.
-
-    A rank's pieces arrive in stream order, so the signal of its last piece stands for all. Shards of one piece each are
-    copied out together, once all are there: that takes little beside the product, or beside transfers on slow links.
-    """
-    rank, world, (rows, k) = block_channel.rank, block_channel.world_size, x.shape
-    last, stride = divide_up(rows, producer.channel_rows) - 1, producer.channels.value
-
-    def list_copies() -> tiles.CopyList:
-        copies = tiles.CopyList(x, returned)
-        copies.copy(returned, x, rows=slice(0, rows), to=rank * rows)
-        if not last:
-            copies.then(lambda channel: tiles.rank_wait_all(channel, last, stride))
-            for part in (slice(0, rank * rows), slice((rank + 1) * rows, world * rows)):
-                copies.copy(returned, gathered, rows=part, to=part.start)
-            return copies
-        for distance in range(1, world):
-            peer = (rank + distance) % world
-            copies.then(partial(tiles.rank_wait, index=peer * stride + last, rank=peer))
-            copies.copy(returned, gathered, rows=slice(peer * rows, (peer + 1) * rows), to=peer * rows)
-        return copies
-
-    key = "copied out", rows, k, x.dtype, gathered.data_ptr(), last, stride
-    tiles.find_copies(block_channel, key, list_copies).run(block_channel, x, returned)
 
 
 def _fake_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:

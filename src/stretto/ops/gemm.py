@@ -501,6 +501,15 @@ def store_tile(gemm, out, total, row, column, m):  # type: ignore[no-untyped-def
 
 
 @triton.jit
+def finish_tile(gemm, row_scales, bias, out, total, row, low, high, column):  # type: ignore[no-untyped-def]
+    """Scale a tile by factors of rows from `row` on, add the bias, and store its rows before `high`, from `low` on."""
+    total = scale_tile(gemm, row_scales, total, row, column, row + high - low)
+    if bias is not None:
+        total += load_bias(bias, column, gemm.n, gemm.block_n)
+    store_tile(gemm, out, total, low, column, high)
+
+
+@triton.jit
 def count_steps(gemm, stream_k):  # type: ignore[no-untyped-def]
     """Steps over k that a tile is counted as."""
     return tl.cdiv(gemm.k, gemm.block_k) if stream_k.unit_steps is None else stream_k.tile_steps

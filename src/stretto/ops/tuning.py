@@ -289,11 +289,12 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != config)
     if problem.operator in CANDIDATES and problem.m > FEW_ROWS and problem.dtype != FP8:
-        for schedule in list_candidates(problem.operator, problem.world):
+        for number, schedule in enumerate(list_candidates(problem.operator, problem.world)):
             joint = config._replace(exchange="tiles", direction="push", schedule=schedule)
-            for count in (16, 32) if machine.processors and not problem.returns_gathered else (1,):
-                yield joint._replace(transfer="copies" if problem.returns_gathered else "programs", movers=count)
             if not problem.returns_gathered:
+                for count in (16, 32) if machine.processors else (1,):
+                    yield joint._replace(transfer="programs", movers=count)
+            if number:  # by copy engines the first one is the operator's own
                 yield joint._replace(transfer="copies")
 
 

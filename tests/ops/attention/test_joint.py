@@ -16,7 +16,7 @@ from tests.ops.attention.whole import Case, draw_whole, find_differences
 from stretto import ops
 from stretto.collectives.algorithms import find
 from stretto.ops import choices
-from stretto.ops.joint.copies import CopiedMoves
+from stretto.ops.joint.copies import CopiedRows
 
 EXACT = 1e-10
 NAMED = "direct-all-gather", "ring-all-gather", "recursive-doubling-all-gather"
@@ -60,7 +60,7 @@ def test_attention_by_any_schedule_is_that_of_the_whole_sequence(interpret, coun
         assert not found, (rank, found)
 
 
-MAKE_OTHERS = CopiedMoves.make_others
+MAKE_OTHERS = CopiedRows.make_others
 
 
 def make_late(copied):
@@ -93,7 +93,7 @@ def check_calls():
         patch.setenv(choices.COPIES_VARIABLE, "1")
         choices.clear_choices()
         found.append(run(attend))
-    with mock.patch.object(CopiedMoves, "make_others", make_late):
+    with mock.patch.object(CopiedRows, "make_others", make_late):
         for instances in (1, 2):  # two schedules of one name
             schedule = find("direct-all-gather").compile(ranks=2, instances=instances)
             leaves[2] = (leaves[2] * 2).detach().requires_grad_()  # or what was there before would do

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import triton.language as tl
-from tests.ops.test_machine_code import NARROW, WIDE, find_depths, tma_loads
+from tests.ops.test_machine_code import NARROW, WIDE, describe_copied, find_depths, tma_loads
 from tests.tiles.machine_code import (
     ACQUIRE,
     RELEASE,
@@ -18,8 +18,8 @@ from tests.tiles.machine_code import (
 )
 
 from stretto import tiles
-from stretto.ops.gemm import count_store_parts, describe_gemm, describe_matrix, describe_rows
-from stretto.ops.joint.kernel import CopiedTiles, MovedRows, MoveTables, joint_gemm, joint_gemm_by_copies
+from stretto.ops.gemm import describe_gemm
+from stretto.ops.joint.kernel import MovedRows, MoveTables, joint_gemm, joint_gemm_by_copies
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 from stretto.tiles.puts import Puts
 
@@ -40,19 +40,11 @@ def joint_arguments(blocks, is_gather, dtype=torch.bfloat16, k=K, puts=None):
     return channel, puts, mapping, mapping, mapping, tables, gemm, a, b, moved, bias
 
 
-def copied_arguments(blocks, is_gather, is_whole=True, dtype=torch.bfloat16):
-    """The arguments of `joint_gemm_by_copies`. is_whole: TMA stores tiles, and so loops are flattened."""
-    channel, _, mapping, _, _, _, gemm, a, b, (_, _, out), bias = joint_arguments(blocks, is_gather, dtype)
-    stored = out if is_gather else torch.empty(M, N, dtype=dtype)
-    own = describe_rows(torch.empty(M // WORLD, K, dtype=dtype), gemm) if is_gather else None
-    counters, threads = torch.zeros(64, dtype=torch.int32), 32 * blocks.num_warps
-    if is_whole:
-        parts = count_store_parts(blocks, dtype.itemsize, dtype.itemsize)
-        gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-        stored = describe_matrix(stored, (blocks.m, blocks.n // parts))
-    constants = tl.constexpr(is_gather), tl.constexpr(is_whole)
-    order = CopiedTiles(32, 8 if is_gather else 0, M // WORLD, 0, M, counters, threads, *constants)
-    return channel, mapping, order, gemm, own, a, b, stored, bias
+def copied_arguments(blocks, is_gather, dtype=torch.bfloat16):
+    """The arguments of `joint_gemm_by_copies`, of whole tiles, whose loops are flattened."""
+    target, x = torch.empty(M, N, dtype=dtype), torch.empty(M // WORLD, K, dtype=dtype) if is_gather else None
+    a, weight = torch.empty(M, K, dtype=dtype), torch.empty(N, K, dtype=dtype)
+    return describe_copied(blocks, a, weight, None, target, torch.empty(N, dtype=dtype), x=x)
 
 
 @pytest.mark.long

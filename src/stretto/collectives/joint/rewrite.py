@@ -19,7 +19,6 @@ from stretto.collectives.joint.schedule import (
     RankPlan,
     Receive,
     Rows,
-    RowTile,
     Source,
     find_times,
 )
@@ -120,13 +119,13 @@ def keep_needed(joint: JointSchedule, needs: Sequence[Collection[int]]) -> Joint
     for rank, of_rank in enumerate(tiles):
         of_rank.sort(key=lambda tile: (arrivals.get((rank, tile.sender, tile.channel), 0), tile.start))
     ranks = tuple(RankPlan(*both) for both in zip(plans, map(tuple, tiles), strict=True))
-    return replace(joint, ranks=ranks, needs=tuple(_join_rows(of_rank) for of_rank in tiles))
+    return replace(joint, ranks=ranks, needs=tuple(join_rows(tile[:2] for tile in of_rank) for of_rank in tiles))
 
 
-def _join_rows(tiles: Iterable[RowTile]) -> tuple[tuple[int, int], ...]:
-    """The rows of tiles, as ranges in order that do not touch."""
+def join_rows(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Ranges of rows, from start to stop, in order, without those that touch."""
     joined: list[tuple[int, int]] = []
-    for start, stop in sorted(tile[:2] for tile in tiles):
+    for start, stop in sorted(ranges):
         if joined and joined[-1][1] == start:
             start = joined.pop()[0]
         joined.append((start, stop))

@@ -20,7 +20,7 @@ from stretto.ops.attention.merge import merge_parts
 from stretto.ops.attention.one_rank import pack, unpack
 from stretto.ops.attention.plan import Mask, Range, list_key_blocks, make_plan
 from stretto.ops.choices import find_agreed
-from stretto.ops.joint.copies import CopiedMoves
+from stretto.ops.joint.copies import CopiedRows
 from stretto.ops.joint.launch import count_signals, find_landing, require_verified
 from stretto.ops.joint.registry import find_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
@@ -62,7 +62,7 @@ def forward_by_schedule(
     landing = find_landing(call.group, q.device, count_bytes(joint.landed_rows, *rows.shape[1:], dtype=rows.dtype))
     channel = landing.channel
     landed = channel.tensor((joint.landed_rows, *rows.shape[1:]), rows.dtype, offset=landing.offset)
-    copied = CopiedMoves(channel, plan.moves, rows, landed, landing.offset)
+    copied = CopiedRows(channel, joint, rows, landed, landing.offset)
     key = OPERATOR, call.schedule, length, joint.needs, channel.channels
     counts = find_known(call.group, q.device, key, lambda: count_signals(joint, channel.channels, rank).to(q.device))
 

@@ -6,13 +6,98 @@ GPUs PCIe connects.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stretto import tiles
-from stretto.collectives.joint.schedule import INPUT, NOBODY, NOWHERE, OUTPUT, Destination, Move, Rows
+from stretto.collectives.joint.rewrite import join_rows
+from stretto.collectives.joint.schedule import INPUT, NOBODY, NOWHERE, OUTPUT, Destination, JointSchedule, Move, Rows
+from stretto.ops.gemm import divide_up
+
+_ALIGNMENT = 128  # bytes: what follows the landed rows begins at a multiple of it
+
+
+def find_landed_scales(channel: tiles.BlockChannel, landed: Tensor, offset: int, rank: int | None = None) -> Tensor:
+    """The factors of fp8 rows, fp32, one for each landed row, behind these in a rank's buffer. offset: of the rows."""
+    behind = divide_up(landed.nbytes, _ALIGNMENT) * _ALIGNMENT
+    return channel.tensor((len(landed),), torch.float32, offset=offset + behind, rank=rank)
+
+
+class CopiedRows(NamedTuple):
+    """A gather's moves in one call: of this rank's rows of x, and of landed ones. Listed once for calls that are alike.
+
+    landed: this rank's area, which begins `offset` bytes into every rank's buffer. scales: of fp8 rows, [rows], which
+    go to a rank before the rows do: by a direct algorithm. returned: gets all rows, beside the product.
+    """
+
+    channel: tiles.BlockChannel
+    joint: JointSchedule
+    x: Tensor
+    landed: Tensor
+    offset: int
+    scales: Tensor | None = None
+    returned: Tensor | None = None
+
+    def place_own_rows(self) -> None:
+        """Copy own rows of x among the gathered ones, on the current stream: before a kernel that fills the GPU.
+
+        A copy within a GPU may need a multiprocessor.
+        """
+        self._run(is_own=True)
+
+    def make_others(self) -> None:
+        """Make all other moves, in their order, on a side stream that is open already: `tiles.open_side_stream`.
+
+        A copy waits there for what it passes on, after those before it. All ranks' moves are in one order, so no wait
+        is for a copy that comes after it.
+        """
+        with tiles.copy_engine(self.channel, forks=False):
+            self._run(is_own=False)
+
+    def _run(self, *, is_own: bool) -> None:
+        given = [one for one in (self.x, self.scales, self.returned) if one is not None]
+        landed, returns = self.landed, self.returned is not None
+        key = "moves", self.joint, landed.shape, landed.dtype, self.offset, is_own, returns
+        tiles.find_copies(self.channel, key, partial(self._list, given, is_own)).run(self.channel, *given)
+
+    def _list(self, given: list[Tensor], is_own: bool) -> tiles.CopyList:
+        copies, channel, rank = tiles.CopyList(*given), self.channel, self.channel.rank
+        for move in self.joint.ranks[rank].moves:
+            (source,) = move.sources
+            is_input, rows = source.rows.area == INPUT, slice(*source.rows[1:])
+            destinations = [to for to in move.destinations if (is_input and to.rank == rank) == is_own]
+            if destinations and source.sender != NOBODY:
+                copies.then(partial(tiles.rank_wait, index=source.channel, rank=source.sender))
+            for to in destinations:
+                if self.scales is not None and is_input and rows.start == 0:
+                    there = find_landed_scales(channel, self.landed, self.offset, to.rank)
+                    copies.copy(there, self.scales, rows=slice(0, len(self.x)), to=rank * len(self.x))
+                if to.rows.area != NOWHERE:
+                    origin = self.x if is_input else find_landed(channel, self.landed, self.offset, source.rank)
+                    there = find_landed(channel, self.landed, self.offset, to.rank)
+                    copies.copy(there, origin, rows=rows, to=to.rows.start)
+                if to.channel != NOBODY:
+                    copies.notify(channel, to.channel, to.rank)
+        if self.returned is not None and not is_own:
+            self._list_returned(copies, self.returned)
+        return copies
+
+    def _list_returned(self, copies: tiles.CopyList, returned: Tensor) -> None:
+        """Copy the rows out of memory that the next call overwrites. A rank's signals come in its moves' order."""
+        rank, rows = self.channel.rank, len(self.x)
+        copies.copy(returned, self.x, rows=slice(0, rows), to=rank * rows)
+        for distance, _ in enumerate(self.joint.ranks):  # the rank before this one is the first to send
+            sender = (rank - distance) % len(self.joint.ranks)
+            moves = self.joint.ranks[sender].moves
+            brought = [to for move in moves for to in move.destinations if to.rank == rank]
+            brought = [to for to in brought if to.rows.area != NOWHERE and to.rows.start // rows != rank]
+            if brought and sender != rank:  # own copies are on this stream
+                copies.then(partial(tiles.rank_wait, index=brought[-1].channel, rank=sender))
+            for start, stop in join_rows(to.rows[1:] for to in brought):
+                copies.copy(returned, self.landed, rows=slice(start, stop), to=start)
 
 
 class Sums(NamedTuple):
@@ -30,108 +115,73 @@ class Sums(NamedTuple):
     add: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]
 
 
-class CopiedMoves(NamedTuple):
-    """A rank's moves in one call. landed: its own area, which begins `offset` bytes into every rank's buffer.
-
-    inputs: x, or the product. sums: of reductions.
-    """
+class CopiedSums(NamedTuple):
+    """A reduction's moves in one call. landed: as of `CopiedRows`."""
 
     channel: tiles.BlockChannel
     moves: tuple[Move, ...]
-    inputs: Tensor
+    product: Tensor
     landed: Tensor
     offset: int
-    sums: Sums | None = None
-
-    def place_own_rows(self) -> None:
-        """Copy own rows of x among the gathered ones, on the current stream: before a kernel that fills the GPU.
-
-        A copy within a GPU may need a multiprocessor.
-        """
-        for move in self.moves:
-            if self._is_of_own_rows(move):
-                self._copy(move, self.inputs, move.sources[0].rows.start, self._keep(move))
+    sums: Sums
 
     def make_others(self) -> None:
-        """Make all other moves, in their order, on a side stream that is open already: `tiles.open_side_stream`.
-
-        A copy waits there for what it passes on, after those before it. All ranks' moves are in one order, so no wait
-        is for a copy that comes after it.
-        """
+        """Make all moves but a last one that is this rank's alone, as `CopiedRows.make_others`."""
         with tiles.copy_engine(self.channel, forks=False):
-            for move in self.moves[: len(self.moves) - self._has_last]:
-                if not self._is_of_own_rows(move):
-                    self._await_tiles(move)
-                    self._await_signals(move)
-                    self._move(move)
-                elif pushed := [to for to in move.destinations if to.rank != self.channel.rank]:
-                    self._copy(move, self.inputs, move.sources[0].rows.start, pushed)
-            if self.sums is not None and self.sums.targets:
+            for move in self.moves[: len(self.moves) - self.sums.has_last]:
+                for one in move.sources:
+                    if one.sender == self.channel.rank:
+                        tiles.rank_await_count(self.sums.counters, one.channel, self.sums.targets[one.channel])
+                self._await_signals(move)
+                self._move(move)
+            if self.sums.targets:
                 tiles.rank_reset_counts(self.sums.counters, len(self.sums.counters))
-            if self._has_last:  # its tiles are complete when the kernel ends
+            if self.sums.has_last:  # its tiles are complete when the kernel ends
                 self._await_signals(self.moves[-1])
 
     def make_last(self) -> None:
-        """Make a reduction's last move, if it is this rank's alone, on the current stream, which has the product."""
-        if self._has_last:
+        """Make the last move, if it is this rank's alone, on the current stream, which has the product."""
+        if self.sums.has_last:
             self._move(self.moves[-1])
-
-    @property
-    def _has_last(self) -> bool:
-        return self.sums is not None and self.sums.has_last
-
-    def _await_tiles(self, move: Move) -> None:
-        """Make the stream wait for the tiles of the product that a move sends or adds."""
-        for one in move.sources:
-            if self.sums is not None and one.sender == self.channel.rank:
-                tiles.rank_await_count(self.sums.counters, one.channel, self.sums.targets[one.channel])
 
     def _await_signals(self, move: Move) -> None:
         """Make the stream wait for what other moves bring to this one."""
         for one in move.sources:
-            if one.sender != NOBODY and (self.sums is None or one.sender != self.channel.rank):
+            if one.sender not in (NOBODY, self.channel.rank):
                 tiles.rank_wait(self.channel, one.channel, one.sender)
 
     def _move(self, move: Move) -> None:
-        kept, (source, *others) = self._keep(move), move.sources
-        origin = self.inputs if source.rows.area == INPUT else self._find_landed(source.rank)
-        if self.sums is None or not (kept or others):
-            self._copy(move, origin, source.rows.start, move.destinations)
+        kept, (source, *others) = [to for to in move.destinations if to.rank == self.channel.rank], move.sources
+        if not (kept or others):
+            self._send(self._find(source.rows), move.destinations)
             return
-        rows = slice(0, source.rows.stop - source.rows.start)
-        totals = [self._find_kept(to.rows) for to in kept] or [self.inputs.new_empty(rows.stop, self.inputs.shape[1])]
-        if len(kept) < len(move.destinations) and totals[0].dtype != self.inputs.dtype:  # as sums travel
-            totals.append(torch.empty_like(totals[0], dtype=self.inputs.dtype))
-        self.sums.add(tuple(self._find_kept(one.rows) for one in move.sources), tuple(totals))
+        count = source.rows.stop - source.rows.start
+        totals = [self._find(to.rows) for to in kept] or [self.product.new_empty(count, self.product.shape[1])]
+        if len(kept) < len(move.destinations) and totals[0].dtype != self.product.dtype:  # as sums travel
+            totals.append(torch.empty_like(totals[0], dtype=self.product.dtype))
+        self.sums.add(tuple(self._find(one.rows) for one in move.sources), tuple(totals))
         for to in kept:
             self._notify(to)
-        self._copy(move, totals[-1], 0, [to for to in move.destinations if to not in kept])
+        self._send(totals[-1], [to for to in move.destinations if to not in kept])
 
-    def _copy(self, move: Move, origin: Tensor, start: int, destinations: Iterable[Destination]) -> None:
-        rows = move.sources[0].rows
-        part = slice(start, start + rows.stop - rows.start)
+    def _send(self, rows: Tensor, destinations: Iterable[Destination]) -> None:
         for to in destinations:
-            if to.rows.area != NOWHERE:
-                tiles.rank_copy_data(self._find_landed(to.rank), origin, rows=part, to=to.rows.start)
+            there = find_landed(self.channel, self.landed, self.offset, to.rank)
+            tiles.rank_copy_data(there, rows, rows=slice(0, len(rows)), to=to.rows.start)
             self._notify(to)
 
     def _notify(self, to: Destination) -> None:
         if to.channel != NOBODY:
             tiles.rank_notify(self.channel, to.channel, to.rank)
 
-    def _keep(self, move: Move) -> list[Destination]:
-        return [to for to in move.destinations if to.rank == self.channel.rank]
-
-    def _is_of_own_rows(self, move: Move) -> bool:
-        return self.sums is None and move.sources[0].rows.area == INPUT
-
-    def _find_kept(self, rows: Rows) -> Tensor:
-        """Rows of this rank's memory, of a reduction."""
-        assert self.sums is not None
-        area = {INPUT: self.inputs, OUTPUT: self.sums.out}.get(rows.area, self.landed)
+    def _find(self, rows: Rows) -> Tensor:
+        """Rows of this rank's memory."""
+        area = {INPUT: self.product, OUTPUT: self.sums.out}.get(rows.area, self.landed)
         return area[rows.start : rows.stop]
 
-    def _find_landed(self, rank: int) -> Tensor:
-        if rank in (NOBODY, self.channel.rank):
-            return self.landed
-        return self.channel.tensor(tuple(self.landed.shape), self.landed.dtype, offset=self.offset, rank=rank)
+
+def find_landed(channel: tiles.BlockChannel, landed: Tensor, offset: int, rank: int) -> Tensor:
+    """A rank's area of landed rows, which begins `offset` bytes into its buffer; NOBODY: this rank's, `landed`."""
+    if rank in (NOBODY, channel.rank):
+        return landed
+    return channel.tensor(tuple(landed.shape), landed.dtype, offset=offset, rank=rank)

@@ -11,7 +11,18 @@ import triton.language as tl
 
 from stretto import tiles
 from stretto.collectives.joint.schedule import INPUT, NOWHERE, OUTPUT
-from stretto.ops.gemm import load_bias, multiply_tile, order_tiles, scale_tile, store_tile
+from stretto.ops.gemm import (
+    count_steps,
+    count_units,
+    find_unit,
+    finish_tile,
+    load_bias,
+    multiply_tile,
+    multiply_unit,
+    order_tiles,
+    scale_tile,
+    store_tile,
+)
 
 MOVED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 8192)  # elements that a program adds and stores
 ADDED_AT_ONCE = tl.constexpr(256 if tiles.INTERPRETED.value else 2048)  # few registers: sums run beside a product
@@ -27,8 +38,9 @@ class CopiedTiles(NamedTuple):
 
     row_tiles: how many rows of tiles there are. own_tiles: how many of them, the first ones, have this rank's rows of
     x, the first of which is the product's row first_row. bias_start, bias_stop: the rows of the product that get the
-    bias. counters: int32, one for each channel, of the threads that have stored a tile; threads: of a program. Compiled
-    in: is_gather; is_whole: no tile but the last of the product has fewer rows than block_m, and TMA stores them.
+    bias. counters: int32, one for each channel, of the threads that have stored a tile; threads: of a program.
+    own_scales: of fp8, the factors of x's rows, or None. Compiled in: is_gather; is_whole: no tile but the last of the
+    product has fewer rows than block_m, and TMA stores them.
     """
 
     row_tiles: Any
@@ -38,6 +50,7 @@ class CopiedTiles(NamedTuple):
     bias_stop: Any
     counters: Any
     threads: Any
+    own_scales: Any
     is_gather: Any
     is_whole: Any
 
@@ -146,13 +159,14 @@ def _add_bias(gemm, rows, bias, total, low, column):  # type: ignore[no-untyped-
 
 @triton.jit
 def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
-    channel, row_tiles, order, gemm, own, a, b, stored, bias
+    channel, row_tiles, order, gemm, stream_k, own, a, b, stored, bias
 ):
     """stored [m, n] = a @ b.T, + bias, while copy engines make the schedule's moves; persistent.
 
     A gather's tiles multiply rows of `a` as they come, own ones of x (`own`) first. A reduction's are stored in the
-    product, times the factors that fp8 has, which copy engines send and `add_rows` adds up.
-    Order: tiles in the order of `row_tiles`, each program every P-th.
+    product, which copy engines send and `add_rows` adds up. fp8 has factors: a gather's of rows that come precede them.
+    Order: tiles in the order of `row_tiles`, each program every P-th. Of a gather those of the last wave may be split
+    over k (`StreamK`), and are then multiplied in a loop of their own form, which is not flattened.
     Signals: a reduction's thread counts a tile in its channel's counter, without a barrier, so that the loop is
     flattened: when the next tile has been multiplied, since its stores are done by then, but in the last two waves at
     once. Tiles without a channel are complete when the kernel ends.
@@ -173,22 +187,27 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
                 low, high = tiles.tile_rows(row_tiles, row_tile)
                 column = column_tile * gemm.block_n
                 total = multiply_tile(gemm, own, b, low - order.first_row, column, 0)
-                total = _add_bias(gemm, order, bias, total, low, column)
-                store_tile(gemm, stored, total, low, column, high)
+                finish_tile(gemm, order.own_scales, bias, stored, total, low - order.first_row, low, high, column)
             first += tl.cdiv(tl.maximum(direct - first, 0), programs) * programs
-        for tile in tl.range(first, count, programs, flatten=order.is_whole):
-            row_tile, column_tile = _find_tile(order, gemm, tile, order.own_tiles)
-            low, high = tiles.tile_rows(row_tiles, row_tile)
-            column = column_tile * gemm.block_n
-            if order.is_whole:
+        if order.is_whole and stream_k.unit_steps is None:
+            for tile in tl.range(first, count, programs, flatten=True):
+                row_tile, column_tile = _find_tile(order, gemm, tile, order.own_tiles)
+                low, high = tiles.tile_rows(row_tiles, row_tile)
                 ready = tiles.consumer_tile_poll(channel, row_tiles, row_tile)
-            else:
-                ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)
-            total = multiply_tile(gemm, a, b, low + ready, column, 0)
-            total = _add_bias(gemm, order, bias, total, low, column)
-            store_tile(gemm, stored, total, low, column, high)
-        if order.is_whole:
+                column = column_tile * gemm.block_n
+                total = multiply_tile(gemm, a, b, low + ready, column, 0)
+                finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
             tiles.finish_polls(channel, row_tiles)
+        else:
+            for unit in range(first, count_units(stream_k, count), programs):
+                begin, end = find_unit(gemm, stream_k, unit, count)
+                row_tile, column_tile = _find_tile(order, gemm, begin // count_steps(gemm, stream_k), order.own_tiles)
+                low, high = tiles.tile_rows(row_tiles, row_tile)
+                column = column_tile * gemm.block_n
+                ready = tiles.consumer_tile_wait(channel, row_tiles, row_tile, before_tma=gemm.by_tma)
+                total, is_complete, _ = multiply_unit(gemm, stream_k, a, b, low + ready, column, 0, begin, end)
+                if is_complete:
+                    finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
     else:
         for tile in tl.range(first, count, programs, flatten=order.is_whole):
             row_tile, column_tile = _find_tile(order, gemm, tile, 0)

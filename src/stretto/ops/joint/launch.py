@@ -22,17 +22,20 @@ from stretto.memory.groups import make_node_group, next_group_number
 from stretto.ops.choices import find_agreed
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
+    DATA_PARALLEL,
     GroupProduct,
+    Scales,
     count_store_parts,
     describe_gemm,
     describe_matrix,
     describe_rows,
     divide_up,
     fixed,
+    make_stream_k,
     specialization_key,
     takes_tma,
 )
-from stretto.ops.joint.copies import CopiedMoves, Sums
+from stretto.ops.joint.copies import CopiedRows, CopiedSums, Sums, find_landed_scales
 from stretto.ops.joint.kernel import (
     ADDED_AT_ONCE,
     MOVED_AT_ONCE,
@@ -110,16 +113,18 @@ def launch_joint(
     if not config.schedule:
         first = name_schedule(operator, CANDIDATES[operator][0], "kernel", find_group(product.group).size())
         config = config._replace(schedule=first)
-    launch = _launch_by_copies if config.transfer == "copies" else _launch_by_programs
-    landed = launch(operator, config, product, dtype)
+    if config.transfer == "copies":
+        _launch_by_copies(operator, config, product, dtype, returned)
+        return
+    landed = _launch_by_programs(operator, config, product, dtype)
     if returned is not None:
         returned.copy_(landed[: len(returned)])
-        own = find_group(product.group).rank() * len(product.x)  # copy engines may have left them where they are
-        returned[own : own + len(product.x)] = product.x
 
 
-def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype) -> Tensor:
-    """Launch a call whose moves copy engines make, and kernels that add; returns what moves have brought."""
+def _launch_by_copies(
+    operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype, returned: Tensor | None
+) -> None:
+    """Launch a call whose moves copy engines make, and kernels that add."""
     x, weight, bias, out, group, scales = product
     blocks, members = config.blocks, find_group(group)
     assert blocks is not None
@@ -132,12 +137,15 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
         piece_rows=count_piece_rows(config, width * dtype.itemsize), reads_own=reads_own,
     )  # fmt: skip
     plan = joint.ranks[rank]
-    landing = find_landing(group, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
+    size = count_bytes(joint.landed_rows, width, dtype=dtype)
+    if gathers and scales is not None:  # behind the rows, aligned
+        size += count_bytes(joint.landed_rows + 32, dtype=torch.float32)
+    landing = find_landing(group, x.device, size)
     block_channel = landing.channel
     processors = count_processors(x.device.index) if x.is_cuda else 0
     if not gathers:
         _require_countable(joint, width)
-    elif any(one.sender != NOBODY for every in joint.ranks for move in every.moves for one in move.sources):
+    elif _passes_on(joint):
         # Kernels that wait on the side stream need multiprocessors, and tiles wait for them.
         if processors and blocks.programs > processors:
             # Two programs a multiprocessor, of which few may wait, become one of twice the columns.
@@ -145,35 +153,37 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
             config = config._replace(blocks=blocks)
         blocks = blocks._replace(programs=limit_waiting(blocks.programs, x.device))
     landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
-    inputs = x if gathers else x.new_empty(x.shape[0], width, dtype=dtype)
+    target = out if gathers else x.new_empty(x.shape[0], width, dtype=dtype)
+    own_scales = None
+    if gathers and scales is not None:
+        own_scales = scales.rows.contiguous()
+        scales = Scales(find_landed_scales(block_channel, landed, landing.offset), scales.columns)
     gemm, a, b, stored = describe_gemm(landed if gathers else x, weight, None, blocks, scales=scales)
     own = describe_rows(x, gemm) if reads_own else None
-    target = out if gathers else inputs
     parts = count_store_parts(blocks, x.element_size(), target.element_size())
     is_whole = bool(parts) and gemm.by_tma.value and takes_tma(target)
-    # No tile but the last of the product has fewer rows than it may have.
-    is_whole = is_whole and all(tile.stop in (tile.start + joint.block_rows, joint.product_rows) for tile in plan.tiles)
+    is_whole = is_whole and _has_whole_tiles(joint, rank)
     stored = target
     if is_whole:
         gemm = gemm._replace(stores_by_tma=fixed(True), out_parts=fixed(parts))
         stored = describe_matrix(target, (blocks.m, blocks.n // parts))
-    programs = min(
-        leave_room_for_copies(blocks.programs, x.device), len(plan.tiles) * divide_up(weight.shape[0], blocks.n)
-    )
+    column_tiles = divide_up(weight.shape[0], blocks.n)
+    stream_k, units = DATA_PARALLEL, len(plan.tiles) * column_tiles
     threads = 1 if tiles.INTERPRETED.value else 32 * blocks.num_warps
     tables: _CopiedTables = find_known(
         group, x.device,
         ("joint by copies", operator, config.schedule, *x.shape, weight.shape[0], config, reads_own, is_whole, threads,
          block_channel.channels, width * dtype.itemsize),
-        lambda: _make_copied_tables(
-            joint, block_channel.channels, rank, divide_up(weight.shape[0], blocks.n) * threads, x.device
-        ),
+        lambda: _make_copied_tables(joint, block_channel.channels, rank, column_tiles * threads, x.device),
     )  # fmt: skip
+    if gathers:  # tiles of own rows are multiplied in a loop over whole tiles
+        kept = tables.own_tiles * column_tiles
+        stream_k, units = make_stream_k(units, x.shape[1], blocks, landing.counters, kept)
     start, stop = _find_bias_rows(joint, rank)
     own_bias = bias if tables.has_bias else None
     order = CopiedTiles(
-        len(plan.tiles), tables.own_tiles, rank * joint.rows, start, stop, landing.counters, threads, fixed(gathers),
-        fixed(is_whole),
+        len(plan.tiles), tables.own_tiles, rank * joint.rows, start, stop, landing.counters, threads, own_scales,
+        fixed(gathers), fixed(is_whole),
     )  # fmt: skip
     adders = _ADDERS * processors or min(config.movers, blocks.programs)
 
@@ -184,8 +194,9 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
             min(adders, divide_up(size, ADDED_AT_ONCE.value)), (sources, totals, added, width, size), num_warps=4,
         )  # fmt: skip
 
-    sums = None if gathers else Sums(out, landing.counters[: joint.channels], tables.targets, tables.has_last, add)
-    copied = CopiedMoves(block_channel, plan.moves, inputs, landed, landing.offset, sums)
+    rows = CopiedRows(block_channel, joint, x, landed, landing.offset, own_scales, returned)
+    sums = Sums(out, landing.counters[: joint.channels], tables.targets, tables.has_last, add)
+    added = CopiedSums(block_channel, plan.moves, target, landed, landing.offset, sums)
     by_copies = find_agreed(group, x.device).signals_by_copies
 
     def begin() -> tiles.Channel:
@@ -198,30 +209,42 @@ def _launch_by_copies(operator: str, config: KernelConfig, product: GroupProduct
     try:
         if gathers:
             channel = begin()
-            copied.place_own_rows()
+            rows.place_own_rows()
             tiles.open_side_stream(block_channel, 0)
-            copied.make_others()
+            rows.make_others()
         else:  # a product waits for nothing, so it does not wait for the beginning
             with tiles.copy_engine(block_channel):
                 channel = begin()
         block_channel.launch(
             joint_gemm_by_copies,
-            (config, dtype, is_whole, kind_of(order[:7]),
+            (config, dtype, is_whole, kind_of(order[:8]),
              specialization_key(config, x, weight, gemm, own if own is None else x, landed, own_bias, target)),
-            programs,
-            (channel, tables.row_tiles, order, gemm, own, a, b, stored, own_bias),
+            min(leave_room_for_copies(blocks.programs, x.device), units),
+            (channel, tables.row_tiles, order, gemm, stream_k, own, a, b, stored, own_bias),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )  # fmt: skip
         if not gathers:  # what its tiles count goes on at once, or, on the host, now
-            copied.make_others()
+            added.make_others()
     except BaseException:
         abandon(group, block_channel)
         raise
     finally:  # also after a failed launch: x may be freed once the current stream has passed here
         tiles.join_copies(block_channel)
-    copied.make_last()
-    return landed
+    if not gathers:
+        added.make_last()
+
+
+@lru_cache(maxsize=256)
+def _passes_on(joint: JointSchedule) -> bool:
+    """True if a rank's moves wait for others'."""
+    return any(one.sender != NOBODY for plan in joint.ranks for move in plan.moves for one in move.sources)
+
+
+@lru_cache(maxsize=256)
+def _has_whole_tiles(joint: JointSchedule, rank: int) -> bool:
+    """True if no tile but the last of the product has fewer rows than it may have."""
+    return all(tile.stop in (tile.start + joint.block_rows, joint.product_rows) for tile in joint.ranks[rank].tiles)
 
 
 def count_piece_rows(config: KernelConfig, row_bytes: int) -> int:

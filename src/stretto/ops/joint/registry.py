@@ -24,14 +24,8 @@ CANDIDATES = {
 }
 """The algorithms that a tuner measures inside an operator, of those that take nothing but a number of ranks.
 
-The first one is the operator's own, where copy engines move its sums."""
-
-RINGS = {
-    "all_gather_matmul": "ring-all-gather",
-    "matmul_reduce_scatter": "ring-reduce-scatter",
-    "matmul_all_reduce": "ring-all-reduce",
-}
-"""The algorithms of groups whose links all pass through few, as over PCIe (Flux, section 4.3)."""
+The first one is the operator's own, where copy engines move rows or sums; the second one a ring, for groups whose links
+all pass through few, as over PCIe (Flux, section 4.3)."""
 
 BETWEEN_NODES = {
     "all_gather_matmul": ("hierarchical-all-gather", "direct-all-gather"),
@@ -133,9 +127,10 @@ def list_candidates(operator: str, ranks: int) -> list[str]:
 
 def list_rings(operator: str, order: tuple[int, ...]) -> list[str]:
     """The names of schedules for GPUs that PCIe connects: a ring of the ranks in this order, then a direct exchange."""
+    name = CANDIDATES[operator][1]
     if len(order) < 2:
-        return list_candidates(operator, len(order)) or [name_schedule(operator, RINGS[operator], "kernel", len(order))]
-    ring = find(RINGS[operator]).compile(ranks=len(order), order=order)
+        return [name_schedule(operator, name, "kernel", len(order))]
+    ring = find(name).compile(ranks=len(order), order=order)
     return [name_schedule(operator, ring, "kernel", len(order)), *list_candidates(operator, len(order))[:1]]
 
 
