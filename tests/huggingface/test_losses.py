@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import EuroBertConfig, EuroBertForMaskedLM, LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
+from transformers import (
+    EuroBertConfig,
+    EuroBertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForTokenClassification,
+)
 
 from stretto.parallel import Grid, gather, parallelize
 from stretto.parallel.layers.loss import MeansOverBatch
@@ -108,6 +115,26 @@ def test_labels_of_a_masked_language_model_are_not_shifted(ranks, sizes):
 def test_means_of_cross_entropy_are_of_the_global_batch_whoever_computes_them(ranks, kind, sizes):
     count = 2 * sizes.get("x", 1)
     assert ranks(count).run(differences, sizes, kind) == [{}] * count
+
+
+def loss_of_answers(sizes: dict[str, int] | None) -> tuple[float, float]:
+    """Return the loss, and the norm of a gradient, of a model that answers questions, some beyond the end of a row."""
+    torch.manual_seed(SEED)
+    model: Any = LlamaForQuestionAnswering(LlamaConfig(**SIZES))
+    tokens, positions, rows = batch()[0], torch.tensor([3, 10, 10, 10]), slice(4)
+    if sizes is not None:
+        rows = my_rows(grid := Grid(**sizes), 4)
+        parallelize(model, grid)
+    output = model(input_ids=tokens[rows], start_positions=positions[rows], end_positions=positions.flip(0)[rows])
+    output.loss.backward()
+    weight = model.transformer.layers[0].mlp.up_proj.weight.grad
+    return output.loss.item(), (weight.norm() if sizes is None else gather(weight).norm()).item()
+
+
+@pytest.mark.parametrize("axis", ["data", "z"])
+def test_positions_of_answers_are_targets_like_labels(ranks, axis):
+    expected = pytest.approx(loss_of_answers(None), rel=1e-5)
+    assert ranks(2).run(loss_of_answers, {axis: 2}) == [expected] * 2
 
 
 @pytest.mark.parametrize("kind", SHARED)

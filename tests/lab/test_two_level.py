@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from datetime import timedelta
 
 import pytest
@@ -25,7 +24,6 @@ from lab.two_level.between_nodes_rank import SCHEDULES
 from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
 from lab.two_level.rank import DelayedTransport
 from lab.two_level.run import BENCH, TwoLevelSetting
-from stretto.cluster.two_level import Links
 from stretto.collectives import verify
 from stretto.collectives.two_level import GroupTransport, Message, predict
 from stretto.simulator.schedules import ExecutorCosts, ProtocolCosts
@@ -225,8 +223,8 @@ def test_rows_between_namespaces_say_what_was_asked_and_predicted(monkeypatch):
             case "all-reduce":
                 return {"seconds": [1.0, 0.8, 0.6, 0.5], "overhead": 1e-3}
             case "training":
-                links = Links(1e-3, 5e7, 2e-3, setting.link)
-                return {"links": asdict(links), "library": 1e-3, "z": {"alone": 0.1, "flat": 1.0, "auto": 0.5}}
+                overheads = {"inside": 1e-3, "between": 2e-3, "library": 1e-3}
+                return {"z": {"seconds": {"alone": 0.1, "flat": 1.0, "auto": 0.5}, "overheads": overheads}}
         return {one.name: {"seconds": 1.0, "overhead": 1e-3, "messages": 4} for one in SCHEDULES[setting.only[0]]()}
 
     monkeypatch.setattr(between_nodes, "require_namespaces", lambda: None)

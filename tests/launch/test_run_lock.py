@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.train import runs
 
+from stretto.launch import run_lock
 from stretto.launch.run_lock import command_lock, training_lock
 
 
@@ -31,7 +32,8 @@ def test_a_command_does_not_start_where_another_is_or_where_ranks_of_one_still_a
     for lock in (command_lock, training_lock):
         with lock(tmp_path), pytest.raises(ValueError, match="set another out"), command_lock(tmp_path):
             pass
-    with command_lock(tmp_path / "new"), training_lock(tmp_path / "new"):  # a command and its own rank 0
+    out = tmp_path / "runs" / "new"
+    with command_lock(out), training_lock(out):  # a command and its own rank 0
         pass
     assert not list(tmp_path.iterdir())
 
@@ -47,6 +49,16 @@ def test_a_folder_that_becomes_read_only_is_unlocked_all_the_same(
         with training_lock(tmp_path):
             pass
     with training_lock(tmp_path):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_cannot_be_made_leaves_no_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_lock, "open", refuse, raising=False)
+    with pytest.raises(OSError, match="No space left"), command_lock(tmp_path / "runs" / "new"):
         pass
     assert not list(tmp_path.iterdir())
 

@@ -40,19 +40,21 @@ def training_lock(out: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(out: Path, name: str) -> Iterator[None]:
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
     path = out / name
-    file = _take(out, path)
     try:
-        yield
+        out.mkdir(parents=True, exist_ok=True)
+        file = _take(out, path)
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # the file system may be read-only by now
+                path.unlink(missing_ok=True)  # before the release: the next process to lock it sees that it was deleted
+            file.close()
     finally:
-        with suppress(OSError):  # the file system may be read-only by now
-            path.unlink(missing_ok=True)  # before the release: the next process to lock it sees that it was deleted
-        file.close()
-        if is_new:
-            with suppress(OSError):  # usually the run has written files
-                out.rmdir()
+        with suppress(OSError):  # usually the run has written files
+            for folder in new:
+                folder.rmdir()
 
 
 def _take(out: Path, path: Path) -> FileIO:

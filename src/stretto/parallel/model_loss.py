@@ -26,6 +26,7 @@ from stretto.parallel.layers.router import count_over_ranks
 from stretto.parallel.roles.plan import ShardingPlan
 
 _TARGETS = ("targets", "labels")  # their names in models' forward
+_ANSWERS = ("start_positions", "end_positions")  # of models that answer questions, beside all names with "label"
 
 
 def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReducer, is_sharded: bool) -> None:
@@ -85,14 +86,14 @@ def install_loss_of_rows(
 
 
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
-    """Have the cross-entropy that a model computes in calls with labels be the mean over the global batch."""
+    """Have the cross-entropy that a model computes in calls with targets be the mean over the global batch."""
     forward = model.forward
     names = [*inspect.signature(forward).parameters]
 
     @functools.wraps(forward)
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        if all(value is None for key, value in given.items() if "label" in key):
+        if all(value is None for key, value in given.items() if "label" in key or key in _ANSWERS):
             return forward(*args, **kwargs)
         means.adds_sums = given.get("num_items_in_batch") is not None  # transformers divides a sum by it
         with means:

@@ -61,6 +61,17 @@ def test_a_corpus_that_another_rank_has_written_meanwhile_stays(tmp_path, monkey
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_without_a_corpus_no_folder_is_left(tmp_path, monkeypatch):
+    def refuse() -> str:
+        raise ValueError("no sources")
+
+    monkeypatch.setattr(demo, "demo_corpus", refuse)
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="no sources"):
+        write_demo_corpus(tmp_path / "run" / "corpus.txt")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_corpus_is_collected_once_for_all_runs_and_without_a_cache_for_each(tmp_path, monkeypatch):
     collected = []
 

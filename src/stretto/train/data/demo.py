@@ -63,9 +63,10 @@ def write_demo_corpus(path: str | Path) -> Path:
     """
     path = Path(path)
     if not path.exists():
+        corpus = _cached_corpus()  # without one, no folder is left behind
         path.parent.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
-            create_atomically(path, _cached_corpus())
+            create_atomically(path, corpus)
     return path
 
 
