@@ -103,6 +103,9 @@ def what_happens_to_parameters(sizes: dict[str, int]) -> list[str]:
                 grads[0] is not None and not torch.allclose(grads[0], grads[1], atol=1e-6)
             ):
                 found.append(f"{what}: {name}")
+            mine = None if own.grad is None else own.grad.to_local()
+            if mine is not None and mine.untyped_storage().nbytes() > mine.nbytes:  # a bucket's, which would be kept
+                found.append(f"{what}: {name} keeps other memory")
 
     step("first")
     step("accumulated")

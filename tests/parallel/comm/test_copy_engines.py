@@ -514,8 +514,9 @@ def scatter_many(seed: int) -> list[str]:
         if not torch.equal(pending.wait(), expected) or pending.wait() is not pending.result:
             wrong.append(f"{list(expected.shape)} {expected.dtype}")
 
+    shapes = [(rng.randint(1, 40), rng.randint(1, 24)) for _ in range(5)]  # few: lists of copies are used again
     for number in range(60):
-        rows, columns = rng.randint(1, 40), rng.randint(1, 24)
+        rows, columns = rng.choice(shapes)
         dtype, out = rng.choice([(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
         every = [
             torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * number + source)).to(dtype)
