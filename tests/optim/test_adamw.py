@@ -113,7 +113,8 @@ class RefusingCopy:
 def step_by_kernel(seed, scale):
     """Three steps by the interpreted kernel beside torch's, with and without copies that are written, too."""
     torch.manual_seed(seed)
-    ours = [nn.Parameter(torch.randn(shape)) for shape in ((70, 65), (3,), (0,))]
+    shapes = ((70, 65), (3,), (0,), (33, 1000), *[(7,)] * 40)  # two launches of many, and one of a large parameter
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(one.detach().double()) for one in ours]  # in fp32, MKL's first sqrt is at times off by 3e-4
     one = AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, writes_copies=scale is not None)
     for mine in ours[1:]:
@@ -121,15 +122,16 @@ def step_by_kernel(seed, scale):
     ours[0].low_precision_weight = RefusingCopy()
     other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
     with mock.patch.object(adamw, "_suits_kernel", return_value=True):
-        for _ in range(3):
-            versions = [mine._version for mine in ours]
-            for mine, its in zip(ours, theirs, strict=True):
+        for number in range(3):
+            trained = ours if number else ours[:-20]  # so that counts of steps differ
+            versions = [mine._version for mine in trained]
+            for mine, its in zip(trained, theirs, strict=False):
                 mine.grad = torch.randn_like(mine)
                 its.grad = mine.grad.double() * (scale or 1)
             one.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
             other.step()
-            assert all(mine._version > before for mine, before in zip(ours, versions, strict=True))
-            assert all(mine.low_precision_weight.is_written == one.writes_copies for mine in ours[1:])
+            assert all(mine._version > before for mine, before in zip(trained, versions, strict=True))
+            assert all(mine.low_precision_weight.is_written == one.writes_copies for mine in trained[1:])
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.double(), its, rtol=2e-6, atol=2e-6)
         for name in ("step", "exp_avg", "exp_avg_sq"):
@@ -137,11 +139,30 @@ def step_by_kernel(seed, scale):
             torch.testing.assert_close(value, other.state[its][name], rtol=2e-6, atol=1e-7)
 
 
+def update_parts(seed, scale):
+    """The bits of a parameter that its own launch updates, and of parts of it that share one."""
+    torch.manual_seed(seed)
+    from stretto.optim.adamw_kernel import SMALL, AdamWTensors, launch
+    from stretto.tiles import launches
+
+    tensors = [*torch.rand(4, SMALL + 99).clone(), torch.zeros(SMALL + 99, dtype=torch.float16)]
+    others = [each.clone() for each in tensors]
+    parts = zip(*[each.split(1999) for each in others], strict=True)  # of all alignments
+    for updates in ([AdamWTensors(*tensors)], [AdamWTensors(*some) for some in parts]):
+        corrections = torch.tensor([[0.3, 1.7, 0.9]]).repeat(len(updates), 1)
+        options = {"betas": (0.9, 0.95), "eps": 1e-8}
+        with mock.patch.object(launches, "launch_kernel", wraps=launches.launch_kernel) as launched:
+            launch(updates, corrections, None if scale is None else torch.tensor(scale), None, options)
+        assert launched.call_count == 1
+    assert all(map(torch.equal, tensors, others))
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_the_kernel_is_torchs_adamw(interpret, scale):
     print(f"seed {SEED}")
     interpret(1, step_by_kernel, SEED, scale)
+    interpret(1, update_parts, SEED, scale)
 
 
 def skip_by_kernel(seed):

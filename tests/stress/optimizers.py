@@ -11,6 +11,7 @@ from torch import Tensor
 from stretto.execution import StateOptions
 from stretto.memory import failures
 from stretto.ops.symmetric import BLOCKS, symmetric_product
+from stretto.optim.adamw_kernel import SMALL, AdamWTensors, launch
 from stretto.optim.sparse import BitmapIndex
 from stretto.optim.sparse.index import BitmapTable
 from stretto.optim.sparse.masks import pack
@@ -19,7 +20,7 @@ from stretto.train.bit_hash import multipliers
 from stretto.train.stored_optimizer import NoRanks, adamw_update, build_store
 
 ENTRIES = 6
-_ADAMW = "optim.adamw_kernel._adamw"
+_ADAMW = "optim.adamw_kernel._adamw", "optim.adamw_kernel._adamw_of_many"
 _HASH = "train.bit_hash_kernel._add_hash"
 _MIXED = tuple(f"optim.state.kernels.{name}" for name in ("_adamw_mixed", "_sgd_mixed", "_round", "_join", "_scale"))
 
@@ -28,13 +29,13 @@ _PRUNED = tuple(f"optim.sparse.kernels.{name}" for name in ("_compress", "_expan
 
 
 class AdamWCase(StressCase):
-    """Steps of the AdamW kernel from one state, which must give the same bits each time."""
+    """Steps of AdamW's kernels from one state, which must give the same bits each time: whole, and in parts."""
 
     entries = ENTRIES
 
     def __init__(self, team: Team) -> None:
         self._device = team.device
-        self._numbers = 5000 if team.is_cuda else 300
+        self._numbers, self._parts = SMALL + 5000, 41 if team.is_cuda else 3
         self._gradients = [
             team.integers((self._numbers,), entry, team.rank, low=-50, high=50).float() / 16 for entry in range(ENTRIES)
         ]
@@ -42,25 +43,33 @@ class AdamWCase(StressCase):
         self._corrections = torch.tensor([0.25, 1.5, 0.875], device=team.device)
         self._expected = [self._step(entry) for entry in range(ENTRIES)]
         for entry, (parameter, *_) in enumerate(self._expected):
+            if not all(map(torch.equal, self._expected[entry], self._step(entry, parts=self._parts))):
+                raise AssertionError("the kernel of many parameters does another step than that of one")
             gradient = self._gradients[entry].double() * 0.5
             first, second = 0.1 + 0.25 * gradient, 0.0625 + 0.25 * gradient * gradient
             right = 0.875 - 0.25 * first / (second.sqrt() * 1.5 + 1e-3)
             if not torch.allclose(parameter.double(), right, atol=1e-5):
                 raise AssertionError("AdamW's kernel does another step")
 
-    def _step(self, entry: int) -> tuple[Tensor, ...]:
-        from stretto.optim.adamw_kernel import launch
-
+    def _step(self, entry: int, parts: int = 1) -> tuple[Tensor, ...]:
         parameter = torch.ones(self._numbers, device=self._device)
         first, second = torch.full_like(parameter, 2 / 15), torch.full_like(parameter, 1 / 12)
         copy = torch.empty(self._numbers, dtype=torch.bfloat16, device=self._device)
         options = {"betas": (0.75, 0.75), "eps": 1e-3}
-        numbers = parameter, self._gradients[entry], first, second, self._corrections
-        launch(*numbers, self._scale, failures.failure_flag(self._device), copy, options)
+        tensors = parameter, self._gradients[entry], first, second, copy
+        updates = [AdamWTensors(*some) for some in zip(*[each.chunk(parts) for each in tensors], strict=True)]
+        launch(
+            updates,
+            self._corrections.expand(parts, 3).contiguous(),
+            self._scale,
+            failures.failure_flag(self._device),
+            options,
+        )
         return parameter, first, second, copy
 
     def call(self, entry: int) -> Sequence[Check]:
-        return [Check(found, right) for found, right in zip(self._step(entry), self._expected[entry], strict=True)]
+        found = [*self._step(entry), *self._step(entry, parts=self._parts)]
+        return [Check(*both) for both in zip(found, 2 * self._expected[entry], strict=True)]
 
 
 class MixedPrecisionCase(StressCase):
@@ -239,7 +248,7 @@ def list_configurations() -> list[Configuration]:
         Configuration("weights/hash", "optimizer", (_HASH,), "hashes that replicas compare", HashCase),
         Configuration("optimizer/pruned", "optimizer", _PRUNED, "compressed, added up and expanded", PrunedWeightsCase),
         Configuration("optimizer/symmetric", "optimizer", (_TRIANGLE,), "half of a symmetric product", SymmetricCase),
-        Configuration("optimizer/adamw", "optimizer", (_ADAMW,), "one kernel a parameter", AdamWCase),
+        Configuration("optimizer/adamw", "optimizer", _ADAMW, "one kernel a parameter, one for many", AdamWCase),
         Configuration(
             "optimizer/mixed", "optimizer", _MIXED, "AdamW and SGD on split bf16 weights", MixedPrecisionCase
         ),

@@ -123,6 +123,7 @@ def test_a_list_refuses_what_it_cannot_keep(channel):
         copies.copy(torch.zeros(2, 4)[:, :2], torch.zeros(2, 2))
     with pytest.raises(ValueError, match="channels 0 to 95, not 96"):
         copies.notify(channel, 96, 0)
+    copies.notify(channel, 5, 0)
     channel._current = None
     with pytest.raises(ValueError, match="no call that `begin` has begun is active"):
         copies.run(channel)

@@ -49,11 +49,12 @@ def test_a_model_that_was_converted_after_its_optimizer_was_made_is_not_left_as_
         assert "0.weight was converted or moved" in message
 
 
-def update(parameter, gradient, first, second, corrections, scale, failed, copy, options):
-    """In place of AdamW's kernel: a step down the gradient, and the copy."""
-    parameter.sub_(gradient)
-    if copy is not None:
-        copy.copy_(parameter)
+def update(updates, corrections, scale, failed, options):
+    """In place of AdamW's kernels: a step down the gradient, and the copy."""
+    for each in updates:
+        each.parameter.sub_(each.gradient)
+        if each.copy is not None:
+            each.copy.copy_(each.parameter)
 
 
 def forward_after_steps() -> None:

@@ -50,6 +50,7 @@ from stretto.train import bit_hash_kernel
 FLOATS = torch.zeros(256)
 WORDS = torch.zeros(256, dtype=torch.int32)
 LONGS = torch.zeros(64, dtype=torch.int64)
+DECAYS = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
 HALVES = torch.zeros(256, 256, dtype=torch.bfloat16)
 
 
@@ -71,17 +72,21 @@ def launch_gradients(name: str) -> Launch:
 
 
 def launch_adamw() -> Launch:
-    moments = adamw_kernel._Moments(FLOATS, FLOATS, FLOATS, FLOATS)
-    decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
-    arguments = moments, FLOATS, FLOATS, WORDS, FLOATS.bfloat16(), 4096, decays, True, adamw_kernel.BLOCK
+    arguments = *[FLOATS] * 4, FLOATS.bfloat16(), FLOATS, FLOATS, WORDS, 4096, DECAYS, True, adamw_kernel.BLOCK
     return Launch(adamw_kernel._adamw, arguments, {"enable_fp_fusion": False})
+
+
+def launch_adamw_of_many() -> Launch:
+    addresses = adamw_kernel.AdamWTensors(*[FLOATS] * 4, FLOATS.bfloat16()).addresses() * adamw_kernel.MANY
+    constants = True, adamw_kernel.BLOCK, adamw_kernel.MANY
+    arguments = addresses, FLOATS.bfloat16(), 5, 2, FLOATS, FLOATS, WORDS, DECAYS, *constants
+    return Launch(adamw_kernel._adamw_of_many, arguments, {"enable_fp_fusion": False})
 
 
 def launch_mixed_adamw() -> Launch:
     numbers = state_kernels._Numbers(FLOATS.bfloat16(), FLOATS.bfloat16(), FLOATS, FLOATS, WORDS.to(torch.int16))
-    decays = adamw_kernel.Decays(0.9, 0.1, 0.95, 0.05, 1e-8)
     options = {"IS_SPLIT": True, "BLOCK": state_kernels.BLOCK, "enable_fp_fusion": False}
-    return Launch(state_kernels._adamw_mixed, (numbers, FLOATS, FLOATS, WORDS, WORDS, 4096, decays), options)
+    return Launch(state_kernels._adamw_mixed, (numbers, FLOATS, FLOATS, WORDS, WORDS, 4096, DECAYS), options)
 
 
 def launch_mixed_sgd() -> Launch:
@@ -336,6 +341,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.symmetric.multiply_triangle": launch_triangle,
     "ops.small_m.gemm_exchange": lambda: launch_operator("exchange", operators.FEW_ROWS),
     "optim.adamw_kernel._adamw": launch_adamw,
+    "optim.adamw_kernel._adamw_of_many": launch_adamw_of_many,
     "train.bit_hash_kernel._add_hash": launch_hash,
     **{
         f"optim.sparse.kernels.{name}": lambda name=name: launch_sparse(name)
@@ -406,5 +412,10 @@ def test_sums_of_pruned_gradients_take_few_loads_and_stores_of_neighbouring_lane
 
 def test_updates_round_each_operation():
     """A fma of either of two products would give a weight another last bit by its place in a range."""
-    for name in ("adamw_kernel._adamw", "state.kernels._adamw_mixed", "state.kernels._sgd_mixed"):
+    for name in (
+        "adamw_kernel._adamw",
+        "adamw_kernel._adamw_of_many",
+        "state.kernels._adamw_mixed",
+        "state.kernels._sgd_mixed",
+    ):
         assert "fma." not in compile_ptx(f"optim.{name}")

@@ -161,14 +161,14 @@ def set_flag(word: Tensor, value: Tensor) -> None:
         find_driver().copy(word.data_ptr(), value.data_ptr(), value.element_size(), find_handle(word.device))
 
 
-class _DriverEvent:
+class DriverEvent:
     """An event that the driver records: torch's own call takes the host several times as long."""
 
     def __init__(self) -> None:
         self._event, self._handle = torch.cuda.Event(), 0
 
     def record(self, stream: torch.cuda.Stream) -> int:
-        """Record the event after the work that a stream has so far; returns its handle."""
+        """Record the event after the work that a stream has so far; returns its handle, for `Driver.follow`."""
         if not self._handle:
             self._event.record(stream)  # torch creates the event when it is first recorded
             self._handle = self._event.cuda_event
@@ -185,7 +185,7 @@ class SideStream:
     def __init__(self, device: torch.device, priority: int = 0) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=priority)
-        self._opened, self._joined = _DriverEvent(), _DriverEvent()
+        self._opened, self._joined = DriverEvent(), DriverEvent()
         self._before: list[tuple[int, int, int]] = []
 
     def open(self) -> None:

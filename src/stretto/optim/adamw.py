@@ -63,70 +63,79 @@ class AdamW(torch.optim.AdamW):
         decided on the device, and the host does not wait.
         """
         loss = call(closure, scale)
-        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if parameters and all(_suits_kernel(t) for p in parameters for t in (p, p.grad)):
-            scale = None if scale is None else scale.float()
-            for group in self.param_groups:
-                self._update(group, scale, skip)
-            return loss
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 asks `ShardedParameter` for each attribute of a parameter
+            groups = [self._find_gradients(group) for group in self.param_groups]
+            gradients = [gradient for found in groups for _, _, gradient in found]
+            if gradients and all(_suits_kernel(t) for found in groups for _, *both in found for t in both):
+                scale = None if scale is None else scale.float()
+                for group, found in zip(self.param_groups, groups, strict=True):
+                    self._update(group, found, scale, skip)
+                return loss
         if skip is not None and not all(group["fused"] for group in self.param_groups):
             if bool(skip):
                 return loss
             skip = None
-        if scale is not None and parameters:
-            gradients = [local(p.grad) for p in parameters]
+        if scale is not None and gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         with skipping_after_failure(self, skip):
             super().step()
         return loss
 
-    def _update(self, group: dict[str, Any], scale: Tensor | None, skip: Tensor | None) -> None:
-        from stretto.optim.adamw_kernel import launch  # imported here, since Triton comes with GPUs
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
 
-        parameters = [p for p in group["params"] if p.grad is not None]
-        if not parameters:
+    @staticmethod
+    def _find_gradients(group: dict[str, Any]) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
+        """The parameters that have gradients, each with this rank's parts of both."""
+        return [(p, local(p), local(gradient)) for p in group["params"] if (gradient := p.grad) is not None]
+
+    def _update(
+        self,
+        group: dict[str, Any],
+        found: list[tuple[nn.Parameter, Tensor, Tensor]],
+        scale: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        from stretto.optim.adamw_kernel import AdamWTensors, launch  # imported here, since Triton comes with GPUs
+
+        if not found:
             return
-        for parameter in parameters:
+        steps, updates, copies = [], [], []
+        for parameter, mine, gradient in found:
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            elif state["step"].device != parameter.device:  # loaded from an optimizer that was not fused
-                state["step"] = state["step"].to(parameter.device, torch.float32)
-        states = [self.state[parameter] for parameter in parameters]
-        steps = [state["step"] for state in states]
-        failed = failures.find_flag(parameters[0].device)
+            elif state["step"].device != mine.device:  # loaded from an optimizer that was not fused
+                state["step"] = state["step"].to(mine.device, torch.float32)
+            copy = getattr(parameter, "low_precision_weight", None) if self.writes_copies else None
+            copied = None if copy is None else copy.open(parameter)
+            if copy is not None and copied is not None:
+                copies.append((copy, parameter))
+            steps.append(state["step"])
+            updates.append(AdamWTensors(mine, gradient, local(state["exp_avg"]), local(state["exp_avg_sq"]), copied))
+        failed = failures.find_flag(updates[0].parameter.device)
         if skip is not None:
             failed = (skip.view(1) if failed is None else skip | (failed != 0)).int()
         if failed is None:
             torch._foreach_add_(steps, 1)
         else:  # a list, since for one tensor torch would read the number from the GPU, which captured steps must not
             torch._foreach_add_(steps, [(failed[0] == 0).float()] * len(steps))
-        counts = torch.stack(steps).double()
+        # Those that one launch updates follow each other.
+        order = sorted(range(len(updates)), key=lambda number: updates[number].kind)
+        counts = torch.stack([steps[number] for number in order]).double()
         first_rest, second_rest = (1 - beta**counts for beta in group["betas"])
         # For each parameter: step size, factor of the second moment's root, and 1 - decay. The learning rate may be a
         # tensor on the GPU, as a captured step's is.
         left = torch.ones_like(counts) - group["lr"] * group["weight_decay"]
         corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt(), left), dim=1).float()
-        for number, (parameter, state) in enumerate(zip(parameters, states, strict=True)):
-            first, second = local(state["exp_avg"]), local(state["exp_avg_sq"])
-            copy = getattr(parameter, "low_precision_weight", None) if self.writes_copies else None
-            copied = None if copy is None else copy.open(parameter)
-            launch(
-                local(parameter),
-                local(parameter.grad),
-                first,
-                second,
-                corrections[number],
-                scale,
-                failed,
-                copied,
-                group,
-            )
-            torch.autograd.graph.increment_version(parameter)  # as torch's own writes do
-            if copy is not None and copied is not None:
-                copy.close(parameter)
+        launch([updates[number] for number in order], corrections, scale, failed, group)
+        torch.autograd.graph.increment_version([parameter for parameter, *_ in found])  # as torch's own writes do
+        for copy, parameter in copies:
+            copy.close(parameter)
 
 
 def call(closure: Callable[[], Any] | None, scale: Tensor | None) -> Any:

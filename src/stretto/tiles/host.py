@@ -75,6 +75,7 @@ class CopyList:
         self._given = [(one.data_ptr(), one.nbytes) for one in given]
         self._copies: list[tuple[int, int, int, int, int]] = []
         self._others: list[Callable[[BlockChannel], None]] = []
+        self._is_of_call = False  # of one that `begin` has begun
 
     def copy(self, destination: Tensor, source: Tensor, *, rows: slice | None = None, to: int = 0) -> None:
         """Add a copy, as by `rank_copy_data`, of contiguous tensors."""
@@ -87,7 +88,14 @@ class CopyList:
     def notify(self, channel: BlockChannel, index: int, rank: int) -> None:
         """Add a signal, as by `rank_notify`."""
         _require_inside(channel, index, rank)
-        word, value = channel.notified_words(index, rank)
+        self._is_of_call = True
+        self._set(channel, *channel.notified_words(index, rank))
+
+    def set_slot(self, channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:
+        """Add what `rank_set_slot` does."""
+        self._set(channel, _find_slot(channel, tile, rank), value)
+
+    def _set(self, channel: BlockChannel, word: Tensor, value: Tensor) -> None:
         if channel.device.type == "cpu":
             self.then(lambda _: set_flag(word, value))
         else:
@@ -100,7 +108,8 @@ class CopyList:
 
     def run(self, channel: BlockChannel, *given: Tensor) -> None:
         """Enqueue all steps on the current stream. given: the call's tensors, in the order of the list's."""
-        channel.current  # noqa: B018  (it raises)
+        if self._is_of_call:
+            channel.current  # noqa: B018  (it raises)
         starts = (0, *[one.data_ptr() for one in given])
         copy, stream = _find_copy(channel.device)
         for there, target, here, source, size in self._copies:
@@ -241,9 +250,13 @@ def rank_reset_counts(counters: Tensor, count: int) -> None:
 
 def rank_set_slot(channel: BlockChannel, tile: int, rank: int, value: Tensor) -> None:
     """Write `value` (int32 [1], on the device) into `rank`'s slot of a peer tile; ordered as `rank_notify`."""
+    set_flag(_find_slot(channel, tile, rank), value)
+
+
+def _find_slot(channel: BlockChannel, tile: int, rank: int) -> Tensor:
     if not 0 <= tile < channel.peer_tiles:
         raise ValueError(f"the channel has peer_tiles 0 to {channel.peer_tiles - 1}, not {tile}")
-    set_flag(channel.slot_word(rank, tile), value)
+    return channel.slot_word(rank, tile)
 
 
 def _require_inside(channel: BlockChannel, index: int, rank: int) -> None:

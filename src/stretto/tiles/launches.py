@@ -148,8 +148,7 @@ def launch_cached(kernel: Any, programs: int, *arguments: Any, **options: Any) -
     names, is_constant = _parameters_of(kernel)
     arguments += tuple([options.pop(name) for name in names[len(arguments) :]])
     kinds = [
-        argument if constant else float if type(argument) is float else kind_of(argument)
-        for argument, constant in zip(arguments, is_constant, strict=True)
+        argument if constant else kind_of(argument) for argument, constant in zip(arguments, is_constant, strict=True)
     ]
     launches = find_launches(driver.active.get_current_device())
     launches(kernel, (*kinds, *options.items()), programs, arguments, **options)
@@ -187,10 +186,12 @@ def launch_compiled(compiled: Any, programs: int, arguments: Sequence[Any]) -> N
     run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
 
-def kind_of(argument: Tensor | TensorDescriptor | tuple[Any, ...] | int | None) -> Hashable:
+def kind_of(argument: Tensor | TensorDescriptor | tuple[Any, ...] | float | None) -> Hashable:
     """Return the properties of an argument that Triton compiles a kernel for, as a part of a launch's key."""
     if type(argument) is Tensor:  # most are, so test it first, and without isinstance, which calls into torch
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    if isinstance(argument, float):
+        return float
     if argument is None or isinstance(argument, bool):
         return argument
     if isinstance(argument, int):

@@ -4,6 +4,7 @@
 import importlib
 import random
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -513,8 +514,9 @@ def scatter_many(seed: int) -> list[str]:
         if not torch.equal(pending.wait(), expected) or pending.wait() is not pending.result:
             wrong.append(f"{list(expected.shape)} {expected.dtype}")
 
+    shapes = [(rng.randint(1, 40), rng.randint(1, 24)) for _ in range(5)]  # few: lists of copies are used again
     for number in range(60):
-        rows, columns = rng.randint(1, 40), rng.randint(1, 24)
+        rows, columns = rng.choice(shapes)
         dtype, out = rng.choice([(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
         every = [
             torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * number + source)).to(dtype)
@@ -544,6 +546,54 @@ def test_gradients_are_sums_in_rank_order_whatever_is_on_its_way(interpret, rank
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     assert interpret(ranks, scatter_many, seed) == [[]] * ranks
+
+
+def calls_of_a_scatter() -> list[int]:
+    """Python calls and torch's operators of a reduce-scatter in a third pass of 16, but for launches."""
+    scatter = CopyEngineReduceScatter(dist.group.WORLD, 2048, 8 * 2048, backend="host")
+    gradient, calls = torch.ones(32, 16), [0]
+
+    def note(_: Any, event: str, __: Any) -> None:
+        calls[0] += event == "call"
+
+    def take_pass() -> None:
+        waiting: list[Any] = []
+        for _ in range(16):
+            if len(waiting) == 7:
+                waiting.pop(0).wait()
+            assert scatter.takes(gradient)
+            waiting.append(scatter.start(gradient, 16, torch.float32))
+        for pending in waiting:
+            pending.wait()
+
+    def launch(*_: Any, **__: Any) -> None:
+        pass
+
+    with mock.patch.object(scatter._channel, "launch", launch):
+        take_pass()
+        with Operators() as operators:
+            take_pass()
+        sys.setprofile(note)
+        take_pass()
+        sys.setprofile(None)
+    return [calls[0] / 16, len(operators.names) / 16]
+
+
+class Operators(TorchDispatchMode):
+    """The operators that torch runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_reduce_scatter_takes_few_calls(interpret):
+    print(found := interpret(2, calls_of_a_scatter))
+    assert all(calls <= 60 and operators <= 4 for calls, operators in found)
 
 
 class Scalings(TorchDispatchMode):

@@ -12,7 +12,9 @@ no part is overwritten while it is read. Numbers and signals are in device memor
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -21,8 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.execution import SCATTER_RING_BYTES, SCATTERS_IN_FLIGHT
+from stretto.memory.copy_engine import DriverEvent, find_driver, find_handle
 from stretto.parallel.comm.collectives import Pending, Started, collective, start_scatter_rows
-from stretto.tiles import BlockChannel, copy_engine, kind_of, rank_copy_data, rank_set_slot
+from stretto.tiles import BlockChannel, CopyList, copy_engine, find_copies, kind_of
 from stretto.tiles.call_state import may_publish
 from stretto.tiles.signals import set_slot
 from stretto.tiles.waits import OF_PEER, await_slot
@@ -100,7 +103,9 @@ class CopyEngineReduceScatter:
         device = self._channel.device
         self._description = self._channel.describe(OPERATOR)
         self._started = torch.zeros(1, dtype=torch.int32, device=device)
-        self._words = torch.zeros(MAX_STARTED, dtype=torch.int32, device=device)  # numbers of started reduce-scatters
+        # Numbers of started reduce-scatters, and events after their copies.
+        self._words = torch.zeros(MAX_STARTED, dtype=torch.int32, device=device).split(1)
+        self._pushed = [DriverEvent() for _ in self._words] if device.type == "cuda" else []
         self._tickets = torch.zeros(1, dtype=torch.int32, device=device)
         self._outstanding: deque[PendingReduceScatter] = deque()
         # Since none was outstanding: how many were started, and the last ones' bytes of the ring, from where to where.
@@ -111,7 +116,7 @@ class CopyEngineReduceScatter:
     def takes(self, gradient: Tensor) -> bool:
         """True if `start` takes this gradient: the ring has room, and no other backward pass uses it."""
         size = self._size(gradient, gradient.element_size())
-        return size <= self._part and self._is_alone() and not self.is_full(gradient, gradient.element_size())
+        return size <= self._part and self._is_alone() and self.has_room(size)
 
     def is_full(self, gradient: Tensor, element: int) -> bool:
         """True if `start` takes this gradient, of `element` bytes a number, only once earlier ones have been summed."""
@@ -123,9 +128,9 @@ class CopyEngineReduceScatter:
         if not self._outstanding:
             return True
         size = self._part if size is None else size
-        begin = self._find_place(size)
-        in_use = list(self._pieces)[-len(self._outstanding) :]
-        return len(in_use) < MAX_STARTED and not any(_overlap(piece, (begin, begin + size)) for piece in in_use)
+        count, begin = len(self._outstanding), self._find_place(size)
+        in_use = islice(self._pieces, max(len(self._pieces) - count, 0), None)
+        return count < MAX_STARTED and not _overlap(in_use, begin, begin + size)
 
     def _is_alone(self) -> bool:
         return not self._outstanding or self._task == torch._C._current_graph_task_id()
@@ -154,7 +159,7 @@ class CopyEngineReduceScatter:
             self._pieces.clear()
         size = self._size(gradient, gradient.element_size())
         begin = self._find_place(size)
-        while any(_overlap(piece, (begin, begin + size)) for piece in self._pieces):
+        while _overlap(self._pieces, begin, begin + size):
             self._pieces.popleft()
         lag = len(self._pieces)  # all before these have to be summed everywhere
         self._pieces.append((begin, begin + size))
@@ -162,18 +167,24 @@ class CopyEngineReduceScatter:
         self._count += 1
         gradient = gradient.contiguous()
         chunk = -(-gradient.shape[0] // world)
-        word = self._words[number : number + 1]
+        word = self._words[number]
         begins = self._description, self._started, word, lag
-        key = id(self._description), kind_of(word), kind_of(lag)
-        channel.launch(begin_scatter, key, 1, begins, kept=self._description, num_warps=1)
-        with collective("reduce_scatter"), copy_engine(channel):
+        channel.launch(begin_scatter, (number, lag), 1, begins, kept=self._description, num_warps=1)
+
+        def list_copies() -> CopyList:
+            copies = CopyList(gradient)
             for distance in range(1, world):
                 peer = (rank - distance) % world
                 part = gradient[peer * chunk : (peer + 1) * chunk]
-                rank_copy_data(self._place(begin, rank, part, peer), part)
-                rank_set_slot(channel, ARRIVED.value, peer, word)
-            side = channel.side_stream()
-            pushed = None if side is None else side.stream.record_event()
+                copies.copy(self._place(begin, rank, part, peer), part)
+                copies.set_slot(channel, ARRIVED.value, peer, word)
+            return copies
+
+        pushed = None
+        with collective("reduce_scatter"), copy_engine(channel):
+            find_copies(channel, (number, begin, gradient.shape, gradient.dtype), list_copies).run(channel, gradient)
+            if (side := channel.side_stream()) is not None:
+                pushed = self._pushed[number].record(side.stream)
         own = gradient[rank * chunk : rank * chunk + local_rows]
         result = torch.empty_like(own, dtype=dtype)
         left = factor if own.dtype == torch.float64 else 1.0  # kernels take fp32 numbers
@@ -193,12 +204,12 @@ class CopyEngineReduceScatter:
         own, count = pending.own, pending.own.numel()
         first = self._place(pending.begin, 0, own)
         if pending.pushed is not None:
-            torch.cuda.current_stream(own.device).wait_event(pending.pushed)
+            find_driver().follow(find_handle(own.device), pending.pushed)
         programs = max(1, min(triton.cdiv(count, _BLOCK), _PROGRAMS))
         moving = pending.word, own, first, pending.result, count, self._ring // own.element_size()
         word, *others = moving
         arguments = self._description, word, self._tickets, *others, pending.scale, _BLOCK
-        key = id(self._description), *map(kind_of, moving)
+        key = kind_of(word), kind_of(own), own.shape, kind_of(pending.result)  # `first` is aligned, and sizes as shapes
         self._channel.launch(sum_parts, key, programs, arguments, kept=self._description, num_warps=8)
 
     def _place(self, begin: int, source: int, like: Tensor, rank: int | None = None) -> Tensor:
@@ -212,8 +223,12 @@ def _align(num_bytes: int) -> int:
     return -(-num_bytes // 128) * 128
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[1] and other[0] < one[1]
+def _overlap(pieces: Iterable[tuple[int, int]], begin: int, end: int) -> bool:
+    """True if any of the pieces has bytes from `begin` to `end`."""
+    for start, stop in pieces:  # noqa: SIM110  (`any` made most of the calls that a gradient took)
+        if start < end and begin < stop:
+            return True
+    return False
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +243,7 @@ class PendingReduceScatter(Pending):
     begin: int = 0
     word: Tensor = None  # type: ignore[assignment]
     own: Tensor = None  # type: ignore[assignment]
-    pushed: torch.cuda.Event | None = None
+    pushed: int | None = None
 
     def wait(self) -> Tensor:
         """The result; the current stream waits for its sum, and the host does not."""

@@ -18,7 +18,7 @@ from stretto.execution import BUCKET_BYTES
 from stretto.parallel.comm.collectives import Pending, all_reduce, can_average, start_all_reduce
 from stretto.parallel.comm.rank_order import RULE, RankOrder
 from stretto.parallel.comm.two_level import TwoLevels
-from stretto.parallel.layout import local
+from stretto.parallel.layout import GRAD, local
 from stretto.parallel.precision import Precision
 
 
@@ -92,7 +92,8 @@ class GradientBucket:
         present = last.new_ones(len(self._gradients))
         if self._missing:
             present[self._missing] = 0
-        self._flat = torch.cat([*(gradient.reshape(-1) for _, gradient in self._gradients), present])
+        flat = [gradient if gradient.dim() == 1 else gradient.reshape(-1) for _, gradient in self._gradients]
+        self._flat = torch.cat([*flat, present])
         if self._averages and all(can_average(self._flat, group) for group in self.groups):
             self._op = dist.ReduceOp.AVG  # NCCL multiplies before it adds
         elif self._averages:  # before it is sent, so that no sum overflows in fp16
@@ -125,11 +126,10 @@ class GradientBucket:
             if self._missing:
                 present = flat[-len(parameters) :].tolist()
                 absent.update(parameters[index] for index in self._missing if not present[index])
-        offset = 0
-        for parameter, shape in self._shapes:
-            if parameter not in absent:
-                accumulate(parameter, flat[offset : offset + shape.numel()].view(shape), is_shared=True)
-            offset += shape.numel()
+        shapes = [shape for _, shape in self._shapes]
+        *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
+        found = zip(parameters, parts, shapes, strict=True)
+        _accumulate_parts([(p, part if len(to) == 1 else part.view(to)) for p, part, to in found if p not in absent])
         return [parameters[index] for index in self._missing if parameters[index] not in absent]
 
 
@@ -249,7 +249,9 @@ class BucketedSums:
 
     def put(self, current: BucketsOfPass, parameter: nn.Parameter, total: Tensor) -> None:
         """Put a gradient into its bucket; start the buckets that are full, in the plan's order."""
-        plan, total = self._plan_of(current), total.to(self._wire(parameter))
+        plan, wire = self._plan_of(current), self._wire(parameter)
+        if total.dtype != wire:  # else a call of torch's for each bias
+            total = total.to(wire)
         place = plan.place.get(parameter)
         if place is None or place < current.started:
             current.late[parameter] = total if parameter not in current.late else current.late[parameter] + total
@@ -326,21 +328,30 @@ class BucketedSums:
         return self._precision.reduce or self._precision.compute or parameter.dtype
 
 
-def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False) -> None:
-    """Add this rank's shard of a gradient to `parameter.grad`.
-
-    is_shared: the shard is a view of a larger tensor, so that `.grad` needs its own memory.
-    """
+def accumulate(parameter: nn.Parameter, mine: Tensor) -> None:
+    """Add this rank's shard of a gradient to `parameter.grad`."""
     if torch.is_grad_enabled():
         with torch.no_grad():
-            accumulate(parameter, mine, is_shared=is_shared)
+            accumulate(parameter, mine)
         return
-    if parameter.grad is not None:
+    if GRAD.__get__(parameter) is not None:
         local_gradient(parameter).add_(mine)
         return
-    if is_shared or mine.dtype != parameter.dtype:
-        mine = _converted(mine, parameter.dtype, copies=is_shared)
-    parameter.grad = as_gradient(mine, parameter._spec, requires_grad=False)  # type: ignore[attr-defined]
+    if mine.dtype != parameter.dtype:
+        [mine] = _copies([mine], [parameter.dtype])
+    GRAD.__set__(parameter, as_gradient(mine, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
+
+
+def _accumulate_parts(found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """`accumulate` parts of one tensor, of which each new `.grad` gets its own copy."""
+    with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+        for parameter, part in found:
+            if GRAD.__get__(parameter) is not None:
+                accumulate(parameter, part)
+        new = [(parameter, part) for parameter, part in found if GRAD.__get__(parameter) is None]
+        copies = _copies([part for _, part in new], [parameter.dtype for parameter, _ in new])
+        for (parameter, _), copy in zip(new, copies, strict=True):
+            accumulate(parameter, copy)
 
 
 # As in FSDP2: `from_local` would take 50 us to derive again what is known from the parameter. DTensor's own `__init__`
@@ -348,13 +359,13 @@ def accumulate(parameter: nn.Parameter, mine: Tensor, *, is_shared: bool = False
 as_gradient = partial(DTensor.__new__, DTensor)
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype, *, copies: bool) -> Tensor:
-    """Convert to `dtype`; with `copies`, always into new memory."""
-    if tensor.dtype == dtype or not tensor.is_cuda:
-        return tensor.to(dtype, copy=copies)
-    result = torch.empty_like(tensor, dtype=dtype)
-    torch._foreach_copy_([result], [tensor])  # twice as fast as `to`, whose kernel does not read 16 bytes at a time
-    return result
+def _copies(tensors: list[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """New tensors of these dtypes, with the numbers of others."""
+    if all(each.dtype == dtype for each, dtype in zip(tensors, dtypes, strict=True)):
+        return list(torch._foreach_mul(tensors, 1.0)) if tensors else []  # allocates in one call
+    made = [torch.empty_like(each, dtype=dtype) for each, dtype in zip(tensors, dtypes, strict=True)]
+    torch._foreach_copy_(made, tensors)  # twice as fast as `to`, whose kernel does not read 16 bytes at a time
+    return made
 
 
 def local_gradient(parameter: Tensor) -> Tensor:

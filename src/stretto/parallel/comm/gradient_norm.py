@@ -34,7 +34,7 @@ def clip_grad_norm_(
     require_type(grid, Grid, "grid")
     if max_norm is not None:
         _check_max_norm(max_norm)
-    with_gradient = _with_gradient(parameters)
+    with_gradient = [parameter for parameter, _ in _gradients(parameters)]
     norm = gradient_norm(with_gradient, grid, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -53,9 +53,11 @@ def clip_grad_norm_(
     return norm if any(local_gradient(p).dtype == torch.float64 for p in with_gradient) else norm.float()
 
 
-def _with_gradient(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that have a gradient. A single one is not iterated over: its rows have no gradients."""
-    return [p for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The parameters that have gradients, with these. A single one is not iterated over: its rows have none."""
+    with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+        given = [parameters] if isinstance(parameters, Tensor) else parameters
+        return [(parameter, gradient) for parameter in given if (gradient := parameter.grad) is not None]
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
@@ -83,17 +85,16 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
     require_type(grid, Grid, "grid")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
-    with_gradient = _with_gradient(parameters)
     # A handful of kernels for all of them: a large model has hundreds of parameters.
     alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-    for parameter in with_gradient:
-        if not isinstance(parameter.grad, DTensor):
+    for parameter, gradient in _gradients(parameters):
+        if not isinstance(gradient, DTensor):
             raise ValueError(
                 "clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned, and one of "
                 f"shape {list(parameter.shape)} is none. Of tables that ranks share out, fuse_update(max_norm=) clips "
                 "each row: leave them out here"
             )
-        if (shard := parameter.grad.to_local()).numel():
+        if (shard := gradient.to_local()).numel():
             alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.layout_sizes)), []).append(shard)
     is_largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=grid.device)

@@ -426,7 +426,8 @@ class GradientReducer:
 
         made: by autograd; None where all of the gradient has come by `reduce_scatter_gradient` or `take`.
         """
-        self.defer_hooks(parameter)
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            self.defer_hooks(parameter)
         self._enter()
         if made is None:
             return

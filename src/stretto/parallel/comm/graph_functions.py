@@ -168,7 +168,8 @@ class _FunctionCall(_GraphCall):
         if any(needs):
             self.next_functions = ((None, 0), *(self.function.edges or ((None, 0),)))
         self._inputs = inputs
-        y: Tensor = self.function.forward(self, *self.function.arrange(*inputs))
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            y: Tensor = self.function.forward(self, *self.function.arrange(*inputs))
         self._inputs = ()
         return y.contiguous()
 
@@ -176,10 +177,7 @@ class _FunctionCall(_GraphCall):
         self.needs_input_grad = (needs[0], False, any(needs[1:]))
         self._inputs = inputs
         try:
-            if torch.is_grad_enabled():
-                with torch.no_grad():
-                    of_x, _, of_other, *_ = self.function.backward(self, gradient)
-            else:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 of_x, _, of_other, *_ = self.function.backward(self, gradient)
         finally:
             self._inputs = ()

@@ -471,10 +471,12 @@ class _Linear3D(torch.autograd.Function):
             pending, whole = plan.start_input_gradient(gradient, matrix, wants_weight=wants_weight)
         elif wants_weight and isinstance(plan.output_edge, ShardedTokens):
             whole = plan.output_edge.gather(gradient)
+        flat = gradient.flatten(0, -2)  # for both
         if wants_weight:
+            whole = flat if whole is gradient else whole
             plan.make_weight_gradient(ctx.parameter, plan.restore(x, x_scale), whole)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = gradient.flatten(0, -2).sum(0)
+            grad_bias = flat.sum(0)
         return None if pending is None else pending.wait(), None, grad_bias, None, None, None
 
 

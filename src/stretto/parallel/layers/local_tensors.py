@@ -102,15 +102,16 @@ class _LocalTensor(torch.autograd.Function):
             gradient = gradient.contiguous()
         if ctx.scale != 1:
             gradient = gradient * ctx.scale
-        is_hooked = parameter._backward_hooks and not ctx.is_watched
+        is_hooked = not ctx.is_watched and parameter._backward_hooks
         if not ctx.is_weight and (is_hooked or torch.is_grad_enabled()):  # autograd has a use for it
             return place_like(gradient, parameter), None, None
-        try:
-            is_asked = parameter.requires_grad and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
-        except RuntimeError:  # of torch.autograd.grad
-            if ctx.is_weight:
-                is_asked_for(ctx, 0)  # raises, and says why
-            return place_like(gradient, parameter), None, None
-        if is_asked:
-            ctx.take(parameter, gradient)
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            try:
+                is_asked = parameter.requires_grad and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+            except RuntimeError:  # of torch.autograd.grad
+                if ctx.is_weight:
+                    is_asked_for(ctx, 0)  # raises, and says why
+                return place_like(gradient, parameter), None, None
+            if is_asked:
+                ctx.take(parameter, gradient)
         return None, None, None
