@@ -245,7 +245,7 @@ def launch_begin_of_pooling() -> Launch:
 
 def launch_pooling_alone() -> Launch:
     arguments = (
-        make_channel("p2p"), MadeSignals(tiles.look_up_tiles(*[WORDS] * 5), WORDS, 8), embedding.look_up(),
+        make_channel("p2p"), *MadeSignals(tiles.look_up_tiles(*[WORDS] * 5), WORDS, 8), embedding.look_up(),
         embedding.pooling(),
         embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, WORDS, embedding.REPORT, 4, "remote_first",
     )  # fmt: skip

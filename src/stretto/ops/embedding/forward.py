@@ -199,7 +199,7 @@ def _pool_and_move(
         pool_alone,
         key,
         count_programs(config, placement, len(tables.dims), device),
-        (channel, made, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
+        (channel, *made, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
          launch.pointers.permit, ring.index_errors.report, placement.world_size, "remote_first"),
         num_warps=config.num_warps,
         num_stages=1,
@@ -308,8 +308,7 @@ def look_up_alone(
     launch_kernel(
         pool_alone,
         programs,
-        None,
-        None,
+        *[None] * 4,
         kernel_tables,
         describe_pooling(config.check(), mode, checks),
         Bags(indices, offsets, weights),

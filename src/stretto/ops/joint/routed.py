@@ -118,7 +118,9 @@ class MadeRows(NamedTuple):
 
 
 class MadeSignals(NamedTuple):
-    """Kernel argument: the signals by which a kernel says that `MadeRows` are there.
+    """Kernel arguments: the signals by which a kernel says that `MadeRows` are there.
+
+    Each an argument of its own: Triton 3.6 loses a 1 in a tuple within a tuple, in loops.
 
     mapping: `count` tiles for each rank, one for each of its rows' channels. spans: int32 [spans, 2], the first of
     these channels that has rows of a span, and the one after the last.
