@@ -438,7 +438,8 @@ def sort_lookups(
     bags, found = Bags(*lookups[:3]), LookupKeys(keys, places, scales)
     pooling = describe_pooling(_KEYS, lookups.mode, True)
     # torch aligns all memory that is allocated here alike, so kernels are compiled for its dtypes only.
-    sizes = config, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
+    position = torch.int32 if total < 2**31 - 2**20 else torch.int64  # programs look for chunks beyond the last, too
+    sizes = config, keys.dtype, places.dtype, position, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
     find_launches(device)(
         find_keys,
         (lookups.mode, find_kind(tables), tiles.kind_of(world), sizes, *map(tiles.kind_of, bags)),
@@ -455,13 +456,14 @@ def sort_lookups(
     )
     sums = counts.cumsum(0)
     totals = torch.empty(2, dtype=torch.int64, device=device)
-    starts = torch.empty(total + 1, dtype=torch.int64, device=device)
-    sorted_places, numbers, chunk_tables = (
-        torch.empty(total, dtype=dtype, device=device) for dtype in (places.dtype, torch.int32, torch.int32)
+    dtypes = places.dtype, position, torch.int32, torch.int32, keys.dtype, places.dtype
+    sorted_places, starts, numbers, of_chunks, chunk_keys, chunk_places = (
+        torch.empty(total + 1, dtype=dtype, device=device) for dtype in dtypes
     )
     sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
-    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, chunk_tables, totals, total, rows, quanta)
+    described = starts, numbers, of_chunks, chunk_keys, chunk_places
+    segments = Segments(keys, sorted_places, sorted_scales, *described, totals, total, rows, quanta)
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
     arguments = keys, order, places, scales, tables_of, sums, segments, uniques, config.limit, config.block
@@ -510,7 +512,7 @@ def reduce_rows(
     block = target.block.value
     cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    constants = action, by_number, by_table, block, target.multiple.value, is_cached
+    constants = action, by_number, by_table, target.dim.value, block, target.multiple.value, is_cached
     pointers = settings, corrections, clock, staged.permit
     kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
@@ -562,7 +564,8 @@ def _describe_target(
     device: torch.device,
 ) -> Target:
     """Make a target without addresses and settings."""
-    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple, is_cached)
+    dim = dims[0] if len(set(dims)) == 1 else 0
+    constants = (action, by_number, by_table, dim, round_up_to_power(max(dims)), multiple, is_cached)
     tables_of = _find_tables_of(dims, device)
     return Target(None, tables_of, None, None, None, None, None, *(tl.constexpr(value) for value in constants))
 
@@ -574,7 +577,9 @@ def _correct_means(step: TableUpdate) -> Tensor | None:
     """
     if step.optimizer != "adam" or step.clock is None:
         return None
-    return torch.expm1(torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)).neg_().float().clamp_(min=1e-38)
+    return (
+        torch.expm1(torch.log1p(-step.settings[:, 4:].double()) * (step.clock[0] + 1)).neg_().float().clamp_(min=1e-38)
+    )
 
 
 @functools.lru_cache(maxsize=64)
