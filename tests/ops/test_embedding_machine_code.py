@@ -61,7 +61,7 @@ def begin_arguments():
 def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, scaled=True):
     grads = torch.zeros(64, dtype=dtype)
     segments = backward_kernel.Segments(
-        WORDS, WORDS, FLOATS if scaled else None, LONGS, WORDS, WORDS, LONGS, 100_000, 6_400_000, 4096
+        WORDS, WORDS, FLOATS if scaled else None, *[WORDS] * 5, LONGS, 100_000, 6_400_000, 4096
     )
     settings = None if action == "store" else FLOATS
     failed = None if action == "store" else WORDS
@@ -71,7 +71,7 @@ def backward_launches(action="adagrad", by_number=False, dtype=torch.float32, sc
     )
     target = backward_kernel.Target(
         LONGS, WORDS, settings, FLOATS if action == "adam" else None, clock, failed, WORDS,
-        *constants(action, by_number, by_table, 256, 4, action == "adam"),
+        *constants(action, by_number, by_table, 256, 256, 4, action == "adam"),
     )  # fmt: skip
     mapping = tiles.shard_tiles(256, 4, 1, channels=2)
     partials = torch.zeros(64)
@@ -189,7 +189,7 @@ def test_rows_that_updates_change_are_stored_no_wider_than_they_are_aligned():
         multiple = common_multiple((256, address // 4), 4)
         segments, _, *rest = backward_launches("sgd", scaled=False)["reduce_chunks"]
         target = backward_kernel.Target(
-            LONGS, WORDS, FLOATS, None, None, WORDS, WORDS, *constants("sgd", False, False, 256, multiple, False)
+            LONGS, WORDS, FLOATS, None, None, WORDS, WORDS, *constants("sgd", False, False, 256, 256, multiple, False)
         )
         launch = (segments, target, *rest)
         lines = compile_to_ptx(backward_kernel.reduce_chunks, launch, "sm_90", num_warps=1, num_stages=1)

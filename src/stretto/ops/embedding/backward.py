@@ -232,11 +232,13 @@ def choose_backward_config(block_bytes: int, device: torch.device) -> BackwardCo
     if device.type == "cpu":
         return BackwardConfig(8, 8, 4, 1, 2, 2, 256)
     num_warps = min(max(block_bytes // 1024, 1), 8)
-    chunks = 1 if block_bytes > 512 else 4
+    chunks, programs = 1 if block_bytes > 512 else 4, 32 // num_warps
     if 128 < block_bytes <= 512:
-        num_warps = 4  # one each; 3% to 7% faster than programs of a warp and two chunks (two H200)
-    processors = count_multiprocessors(device)
-    return BackwardConfig(1024, chunks, 2, num_warps, 32 // num_warps, min(bound_blocks(processors), 32), 1024)
+        # A warp a chunk: 3% to 7% faster than programs of a warp and two chunks (two H200). Many more programs than fit
+        # take 4.15 ms for MLPerf's tables, 8 on each multiprocessor 5.04: none is left with several long ones (one H200).
+        num_warps, programs = 4, 160
+    push_programs = min(bound_blocks(count_multiprocessors(device)), 32)
+    return BackwardConfig(1024, chunks, 2, num_warps, programs, push_programs, 1024)
 
 
 def stage_gradients(
@@ -438,7 +440,8 @@ def sort_lookups(
     bags, found = Bags(*lookups[:3]), LookupKeys(keys, places, scales)
     pooling = describe_pooling(_KEYS, lookups.mode, True)
     # torch aligns all memory that is allocated here alike, so kernels are compiled for its dtypes only.
-    sizes = config, keys.dtype, places.dtype, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
+    position = torch.int32 if total < 2**31 - 2**20 else torch.int64  # programs look for chunks beyond the last, too
+    sizes = config, keys.dtype, places.dtype, position, is_scaled, *map(tiles.kind_of, (total, rows, quanta))
     find_launches(device)(
         find_keys,
         (lookups.mode, find_kind(tables), tiles.kind_of(world), sizes, *map(tiles.kind_of, bags)),
@@ -455,13 +458,14 @@ def sort_lookups(
     )
     sums = counts.cumsum(0)
     totals = torch.empty(2, dtype=torch.int64, device=device)
-    starts = torch.empty(total + 1, dtype=torch.int64, device=device)
-    sorted_places, numbers, chunk_tables = (
-        torch.empty(total, dtype=dtype, device=device) for dtype in (places.dtype, torch.int32, torch.int32)
+    dtypes = places.dtype, position, torch.int32, torch.int32, keys.dtype, places.dtype
+    sorted_places, starts, numbers, of_chunks, chunk_keys, chunk_places = (
+        torch.empty(total + 1, dtype=dtype, device=device) for dtype in dtypes
     )
     sorted_scales = None if scales is None else torch.empty_like(scales)
     uniques = torch.empty_like(keys)
-    segments = Segments(keys, sorted_places, sorted_scales, starts, numbers, chunk_tables, totals, total, rows, quanta)
+    described = starts, numbers, of_chunks, chunk_keys, chunk_places
+    segments = Segments(keys, sorted_places, sorted_scales, *described, totals, total, rows, quanta)
     tables_of = _find_tables_of(lookups.dims, device)
     hold_for_replays(tables_of)
     arguments = keys, order, places, scales, tables_of, sums, segments, uniques, config.limit, config.block
@@ -510,7 +514,7 @@ def reduce_rows(
     block = target.block.value
     cuts = (segments.total - 1) // config.limit
     partials = torch.empty((cuts + 2) * 2 * block, dtype=torch.float32, device=device)
-    constants = action, by_number, by_table, block, target.multiple.value, is_cached
+    constants = action, by_number, by_table, target.dim.value, block, target.multiple.value, is_cached
     pointers = settings, corrections, clock, staged.permit
     kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
@@ -562,7 +566,8 @@ def _describe_target(
     device: torch.device,
 ) -> Target:
     """Make a target without addresses and settings."""
-    constants = (action, by_number, by_table, round_up_to_power(max(dims)), multiple, is_cached)
+    dim = dims[0] if len(set(dims)) == 1 else 0
+    constants = (action, by_number, by_table, dim, round_up_to_power(max(dims)), multiple, is_cached)
     tables_of = _find_tables_of(dims, device)
     return Target(None, tables_of, None, None, None, None, None, *(tl.constexpr(value) for value in constants))
 

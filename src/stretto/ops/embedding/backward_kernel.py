@@ -67,9 +67,11 @@ class Segments(NamedTuple):
     """Kernel argument: the sorted lookups and their chunks.
 
     keys, places, scales: [total], as in `LookupKeys`, but sorted by key; a lookup without a row has the key `rows`.
-    starts: int64, the first lookup of each chunk, then the end of the last chunk. numbers, tables: int32, each chunk's
-    segment and table. totals: int64 [2], the number of chunks and of segments. total: of lookups. rows: of all tables.
-    quanta: QUANTUMs of a row of the gradient.
+    Of each chunk, so that its reduction begins with one load of each: starts: int32 or int64, its first lookup, then
+    the end of the last chunk. numbers: int32, its segment. tables: int32, twice its table, plus 1 where it begins a
+    segment; after the last chunk's, 1. chunk_keys, chunk_places: its key, and its first lookup's place.
+    totals: int64 [2], the number of chunks and of segments. total: of lookups. rows: of all tables. quanta: QUANTUMs of
+    a row of the gradient.
     """
 
     keys: Any
@@ -78,6 +80,8 @@ class Segments(NamedTuple):
     starts: Any
     numbers: Any
     tables: Any
+    chunk_keys: Any
+    chunk_places: Any
     totals: Any
     total: Any
     rows: Any
@@ -98,8 +102,8 @@ class Target(NamedTuple):
     together, whose backward pass stores and updates nothing; or None.
     Compiled in: action, one of `ACTIONS`; by_number: a target's rows are segments (sparse gradients), not the
     table's rows; by_table: settings are [tables, 6]; is_cached: some tables are caches, whose rows are found by
-    slots; block, the power of two that holds every dim; multiple, which divides every dim and every address (in
-    elements), also those of states [rows, dim].
+    slots; dim, if all tables have the same one, else 0; block, the power of two that holds every dim; multiple, which
+    divides every dim and every address (in elements), also those of states [rows, dim].
     """
 
     meta: Any
@@ -112,6 +116,7 @@ class Target(NamedTuple):
     action: Any
     by_number: Any
     by_table: Any
+    dim: Any
     block: Any
     multiple: Any
     is_cached: Any
@@ -236,7 +241,7 @@ def count_chunks(keys, counts, total, rows, LIMIT: tl.constexpr, BLOCK: tl.const
 def place_chunks(  # type: ignore[no-untyped-def]
     keys, order, places, scales, tables_of, sums, segments, uniques, LIMIT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Fill `segments`: where chunks begin, their segment and table, and the place and scale of each sorted lookup.
+    """Fill `segments`: chunks, and the place and scale of each sorted lookup.
 
     keys, order: sorted keys and their positions. places, scales: by position (`LookupKeys`). sums [2 * blocks]: the
     inclusive prefix sum of `count_chunks`' counts. uniques: gets each segment's key. Loads that depend on a position
@@ -262,10 +267,13 @@ def place_chunks(  # type: ignore[no-untyped-def]
     tl.store(segments.starts + after - 1, at, mask=chunk)
     tl.store(segments.numbers + after - 1, number.to(tl.int32), mask=chunk)
     table = tl.load(tables_of + place % segments.quanta, mask=chunk, other=0)
-    tl.store(segments.tables + after - 1, table, mask=chunk)
+    tl.store(segments.tables + after - 1, table * 2 + segments_here, mask=chunk)
+    tl.store(segments.chunk_keys + after - 1, key, mask=chunk)
+    tl.store(segments.chunk_places + after - 1, place, mask=chunk)
     tl.store(uniques + number, key, mask=begins)
-    tl.store(segments.starts + after, at, mask=is_end)
-    tl.store(segments.starts + after, at + 1, mask=(at == total - 1) & (key < rows))
+    is_last = (at == total - 1) & (key < rows)
+    tl.store(segments.starts + after, tl.where(is_last, at + 1, at), mask=is_end | is_last)
+    tl.store(segments.tables + after, 1, mask=is_end | is_last)
 
 
 @triton.jit
@@ -275,56 +283,64 @@ def reduce_chunks(segments, target, staging, partials, LIMIT: tl.constexpr, CHUN
     Sums and partials are fp32. A tile is CHUNKS chunks, and ROWS gradients of each are loaded at once. A part that
     begins at cut m is partial (m, 1); a part that ends at cut m, and does not begin at a cut, is partial (m, 0).
     """
-    chunks = tl.load(segments.totals)
+    index = segments.starts.dtype.element_ty
+    chunks = tl.load(segments.totals).to(index)
     columns = tl.arange(0, target.block)
     steps = tl.arange(0, ROWS)
-    first_chunk = tl.cast(tl.program_id(0), tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
-    start, end, table, number = _read_chunks(segments, first_chunk, first_chunk < chunks)
+    chunk = tl.cast(tl.program_id(0), index) * CHUNKS + tl.arange(0, CHUNKS)
+    start, end, word, key, place, number = _read_chunks(segments, chunk, chunks)
     for tile in range(tl.program_id(0), tl.cdiv(chunks, CHUNKS), tl.num_programs(0)):
-        # Dependent loads are three deep: chunks, a tile ahead; then keys and places; then gradients and target rows.
-        chunk = tl.cast(tile, tl.int64) * CHUNKS + tl.arange(0, CHUNKS)
+        # A tile ahead are chunks; then come at once their targets' rows and their first gradients, which are all of
+        # most; then places and gradients of the others.
+        chunk = tl.cast(tile, index) * CHUNKS + tl.arange(0, CHUNKS)
         segment_mask = chunk < chunks
-        following = chunk + tl.num_programs(0) * CHUNKS
-        next_start, next_end, next_table, next_number = _read_chunks(segments, following, following < chunks)
-        key = tl.load(segments.keys + start, mask=segment_mask, other=0)
-        begins = tl.load(segments.keys + start - 1, mask=segment_mask & (start > 0), other=-1) != key
-        ends = tl.load(segments.keys + end, mask=segment_mask & (end < segments.total), other=-1) != key
+        offset = tl.multiple_of(place.to(tl.int64) * QUANTUM, target.multiple)
+        table = word >> 2
         row, slot, pointers, column_mask, state, dim = _locate(target, staging, table, key, number, segment_mask)
+        total = tl.load(staging + (offset[:, None] + columns[None, :]), mask=column_mask, other=0.0).to(tl.float32)
         held, first, second = _read(target, pointers, column_mask, slot, table, state, dim, segment_mask)
-        total = tl.zeros((CHUNKS, target.block), tl.float32)
-        at = start[:, None] + steps[None, :]
-        place = tl.load(segments.places + at, mask=at < end[:, None], other=0)
+        following = chunk + tl.num_programs(0) * CHUNKS
+        next_start, next_end, next_word, next_key, next_place, next_number = _read_chunks(segments, following, chunks)
+        if segments.scales is not None:
+            total *= tl.load(segments.scales + start, mask=segment_mask, other=0.0)[:, None]
         # Loaded again: of `start` and `end`, which the loop carries, Triton (3.6, 3.7) takes the maximum just once.
         lengths = tl.load(segments.starts + chunk + 1, mask=segment_mask, other=0)
         lengths -= tl.load(segments.starts + chunk, mask=segment_mask, other=0)
-        for _ in range(0, tl.max(lengths, 0), ROWS):
+        at = start[:, None] + 1 + steps[None, :]
+        for _ in range(1, tl.max(lengths, 0), ROWS):
             known = at < end[:, None]
-            next_place = tl.load(segments.places + at + ROWS, mask=at + ROWS < end[:, None], other=0)
-            offset = tl.multiple_of(place.to(tl.int64) * QUANTUM, (target.multiple, target.multiple))
+            others = tl.load(segments.places + at, mask=known, other=0).to(tl.int64) * QUANTUM
+            others = tl.multiple_of(others, (target.multiple, target.multiple))
             mask = known[:, :, None] & (columns[None, None, :] < dim[:, None, None])
-            values = tl.load(staging + (offset[:, :, None] + columns[None, None, :]), mask=mask, other=0.0)
+            values = tl.load(staging + (others[:, :, None] + columns[None, None, :]), mask=mask, other=0.0)
             values = values.to(tl.float32)
             if segments.scales is not None:
                 values *= tl.load(segments.scales + at, mask=known, other=0.0)[:, :, None]
             total += tl.sum(values, 1)
             at += ROWS
-            place = next_place
-        whole = segment_mask & begins & ends
+        whole = segment_mask & ((word & 3) == 3)
         mask = column_mask & whole[:, None]
         _apply(target, pointers, mask, (row, slot), table, state, dim, held, first, second, total, whole)
-        part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2)
+        part = tl.where(start % LIMIT == 0, start // LIMIT * 2 + 1, end // LIMIT * 2).to(tl.int64)
         pointers = partials + (part * target.block)[:, None] + columns[None, :]
-        tl.store(pointers, total, mask=(segment_mask & ((begins & ends) == 0))[:, None])
-        start, end, table, number = next_start, next_end, next_table, next_number
+        tl.store(pointers, total, mask=(segment_mask & (whole == 0))[:, None])
+        start, end, word, key, place, number = next_start, next_end, next_word, next_key, next_place, next_number
 
 
 @triton.jit
-def _read_chunks(segments, chunk, mask):  # type: ignore[no-untyped-def]
-    """Return chunks' first lookups, their ends, tables and segments."""
+def _read_chunks(segments, chunk, chunks):  # type: ignore[no-untyped-def]
+    """Return chunks' first lookups, their ends, words, keys, first places and segments.
+
+    A word is four times the table, plus 2 where a segment begins, plus 1 where it ends with the chunk.
+    """
+    mask = chunk < chunks
     start = tl.load(segments.starts + chunk, mask=mask, other=0)
     end = tl.load(segments.starts + chunk + 1, mask=mask, other=0)
-    table = tl.load(segments.tables + chunk, mask=mask, other=0)
-    return start, end, table, tl.load(segments.numbers + chunk, mask=mask, other=0)
+    word = tl.load(segments.tables + chunk, mask=mask, other=0) * 2
+    word += tl.load(segments.tables + chunk + 1, mask=mask, other=0) & 1
+    key = tl.load(segments.chunk_keys + chunk, mask=mask, other=0)
+    place = tl.load(segments.chunk_places + chunk, mask=mask, other=0)
+    return start, end, word, key, place, tl.load(segments.numbers + chunk, mask=mask, other=0)
 
 
 @triton.jit
@@ -384,13 +400,17 @@ def _locate(target, staging, table, key, number, segment_mask):  # type: ignore[
     """Return, for segments' targets: row, where it is (its slot, if the table is a cache), pointers to it [segments,
     block], their mask, fourth word of meta, dim."""
     words = target.meta + table * TARGET_META
-    dim = tl.multiple_of(tl.load(words + 2, mask=segment_mask, other=0), target.multiple)
+    dim = tl.full(table.shape, target.dim, tl.int64)
+    if target.dim == 0:
+        dim = tl.multiple_of(tl.load(words + 2, mask=segment_mask, other=0), target.multiple)
     row = key.to(tl.int64) - tl.load(words + 1, mask=segment_mask, other=0)
     last = tl.load(words + 3, mask=segment_mask, other=0)
     if target.by_number:
         row = number.to(tl.int64) - last
     columns = tl.arange(0, target.block)
-    mask = segment_mask[:, None] & (columns[None, :] < dim[:, None])
+    mask = segment_mask[:, None]
+    if target.dim != target.block:
+        mask = mask & (columns[None, :] < dim[:, None])
     alignment: tl.constexpr = target.multiple * staging.dtype.element_ty.primitive_bitwidth // 8
     base = tl.multiple_of(tl.load(words, mask=segment_mask, other=0), alignment).to(staging.dtype)
     base = tl.multiple_of(base, alignment)
