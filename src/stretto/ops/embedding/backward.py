@@ -235,7 +235,7 @@ def choose_backward_config(block_bytes: int, device: torch.device) -> BackwardCo
     chunks, programs = 1 if block_bytes > 512 else 4, 32 // num_warps
     if 128 < block_bytes <= 512:
         # A warp a chunk: 3% to 7% faster than programs of a warp and two chunks (two H200). Many more programs than fit
-        # take 4.15 ms for MLPerf's tables, 8 on each multiprocessor 5.04: none is left with several long ones (one H200).
+        # take 4.15 ms for MLPerf's tables on one H200, 8 on each multiprocessor 5.04: none ends with several long ones.
         num_warps, programs = 4, 160
     push_programs = min(bound_blocks(count_multiprocessors(device)), 32)
     return BackwardConfig(1024, chunks, 2, num_warps, programs, push_programs, 1024)
@@ -518,7 +518,7 @@ def reduce_rows(
     pointers = settings, corrections, clock, staged.permit
     kinds = staged.kind, gradients.dtype, tuple(map(tiles.kind_of, pointers)), constants
     arguments = segments, target, gradients, partials, config.limit
-    programs = config.programs * count_multiprocessors(device)
+    programs = min(config.programs * count_multiprocessors(device), -(-segments.total // config.chunks))
     find_launches(device)(
         reduce_chunks,
         kinds,
