@@ -25,7 +25,7 @@ from stretto import tiles
 from stretto.ops import cross_entropy, fp8_casts, rms_norm, rotary, symmetric
 from stretto.ops.embedding import backward_kernel, forward_kernel, move_rows
 from stretto.ops.gemm import describe_gemm
-from stretto.ops.joint.routed import MadeSignals
+from stretto.ops.joint.routed import MadeChannels, MadeSignals
 from stretto.ops.moe import (
     activation,
     exchange_kernel,
@@ -244,10 +244,10 @@ def launch_begin_of_pooling() -> Launch:
 
 
 def launch_pooling_alone() -> Launch:
+    made = MadeSignals(tiles.look_up_tiles(*[WORDS] * 5), MadeChannels(WORDS, 1))
     arguments = (
-        make_channel("p2p"), *MadeSignals(tiles.look_up_tiles(*[WORDS] * 5), WORDS, 8), embedding.look_up(),
-        embedding.pooling(),
-        embedding.Bags(LONGS, LONGS, FLOATS), FLOATS, WORDS, WORDS, embedding.REPORT, 4, "remote_first",
+        make_channel("p2p"), *made, embedding.look_up(), embedding.pooling(), embedding.Bags(LONGS, LONGS, FLOATS),
+        FLOATS, WORDS, WORDS, embedding.REPORT, 4, "remote_first",
     )  # fmt: skip
     return Launch(forward_kernel.pool_alone, arguments, {"num_warps": 1})
 

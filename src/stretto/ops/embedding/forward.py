@@ -191,7 +191,13 @@ def _pool_and_move(
 
     made = moves.tables.made
     assert made is not None
-    key = placement, config, pooling, find_kind(kernel_tables), *map(tiles.kind_of, (*bags, pooled, made.count))
+    key = (
+        placement,
+        config,
+        pooling,
+        find_kind(kernel_tables),
+        *map(tiles.kind_of, (*bags, pooled, made.channels.count)),
+    )
     is_loaded = ring.channel.launch.knows(pool_alone, key)  # never if interpreted: those run one after another
     if is_loaded:
         move()
@@ -308,7 +314,7 @@ def look_up_alone(
     launch_kernel(
         pool_alone,
         programs,
-        *[None] * 4,
+        *[None] * 3,
         kernel_tables,
         describe_pooling(config.check(), mode, checks),
         Bags(indices, offsets, weights),

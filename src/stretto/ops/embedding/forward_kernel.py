@@ -197,11 +197,11 @@ def _note(trace, row, first, second, third):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pool_alone(  # type: ignore[no-untyped-def]
-    channel, mapping, spans, count, tables, pooling, bags, out, tickets, permit, report, world, ORDER: tl.constexpr
+    channel, mapping, channels, tables, pooling, bags, out, tickets, permit, report, world, ORDER: tl.constexpr
 ):
     """Pool as `pool_and_send` does, without communication, into out [world, batch, width].
 
-    tickets: int32 [1], 0. channel, permit and `MadeSignals` (mapping, spans, count): None for all; or, for a schedule's
+    tickets: int32 [1], 0. channel, permit and `MadeSignals` (mapping, channels): None for all; or, for a schedule's
     moves, which send the rows of each rank as they are pooled (`move_rows`): out is then [world, sum of all tables'
     batch * dim], so that what is pooled first comes first.
     Signals: after a slice's stores, all channels of its rank that have rows of its table, here, by the number of its
@@ -231,9 +231,9 @@ def pool_alone(  # type: ignore[no-untyped-def]
                 store_bags(tables, out + first, sample, mask, dim, dim, 0, total)
         if permit is not None:
             stored = tl.minimum(tables.batch - group * pooling.slice, pooling.slice)
-            first_channel, end_channel = tl.load(spans + 2 * table), tl.load(spans + 2 * table + 1)
+            first_channel, end_channel = tl.load(channels.spans + 2 * table), tl.load(channels.spans + 2 * table + 1)
             for of_rows in range(first_channel, end_channel):
-                tile = destination * count + of_rows
+                tile = destination * channels.count + of_rows
                 tiles.producer_tile_notify(channel, mapping, tile, "p2p", count=stored)
         ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
 

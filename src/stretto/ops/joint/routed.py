@@ -117,18 +117,25 @@ class MadeRows(NamedTuple):
         return [((end - span) // numbers, (end - 1) // numbers + 1) for end, span in zip(ends, self.spans, strict=True)]
 
 
+class MadeChannels(NamedTuple):
+    """Kernel argument: `count` channels of the rows for each rank.
+
+    spans: int32 [spans, 2], the first of these that has rows of a span, and the one after the last.
+    """
+
+    spans: Any
+    count: Any
+
+
 class MadeSignals(NamedTuple):
-    """Kernel arguments: the signals by which a kernel says that `MadeRows` are there.
+    """Two kernel arguments, the signals by which a kernel says that `MadeRows` are there.
 
-    Each an argument of its own: Triton 3.6 loses a 1 in a tuple within a tuple, in loops.
-
-    mapping: `count` tiles for each rank, one for each of its rows' channels. spans: int32 [spans, 2], the first of
-    these channels that has rows of a span, and the one after the last.
+    mapping: a tile for each channel of each rank. It is no part of the other: Triton 3.6 loses a 1 in a tuple within a
+    tuple, in loops.
     """
 
     mapping: Any
-    spans: Any
-    count: Any
+    channels: MadeChannels
 
 
 class RoutedTables(NamedTuple):
@@ -492,7 +499,7 @@ def make_tables(
                 )
         places = range(begin, begin + world * of_rank)
         signals = look_up([(near.index(rank), at, at + 1)] for at in places)
-        made_signals = MadeSignals(signals, table(chain.from_iterable(spans)), of_rank)
+        made_signals = MadeSignals(signals, MadeChannels(table(chain.from_iterable(spans)), of_rank))
     return RoutedTables(
         HopTables(
             table(words), table(order), table(chain.from_iterable(lists)), table(begins), 0 if movers else len(order)
