@@ -34,7 +34,7 @@ class AdamWTensors(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, str]:
-        """Whether it is small, and of which dtype its copy is: small ones of one kind share launches."""
+        """Say if it is small, and of which dtype its copy is: small ones of one kind share launches."""
         return self.parameter.numel() <= SMALL, "" if self.copy is None else str(self.copy.dtype)
 
     def addresses(self) -> tuple[int, ...]:

@@ -121,8 +121,9 @@ class Endpoint:
     def remove_region(self, number: int) -> None:
         """Forget a region or a source, once what was put from it has arrived."""
         self._fifo.wait_until_read(_CLOSING_SECONDS)
+        deadline = time.monotonic() + self.timeout  # of all lanes together
         for proxy in self.lanes:
-            proxy.remove_region(number, self.timeout)
+            proxy.remove_region(number, max(deadline - time.monotonic(), 0.0))
 
     def put(self, put: Put) -> None:
         """Post a put of any size; its signal comes after all of its bytes. PeerError if the peer is lost."""

@@ -91,8 +91,10 @@ class NativeProxy:
 
     @staticmethod
     def count_lanes(ranks_here: int) -> int:
-        """How many proxies carry what a rank's kernels put, on a machine with so many of the group's ranks: each has a
-        connection a peer and up to two threads, which copy 3 GB/s a way where sockets take more."""
+        """Count the proxies that carry what a rank's kernels put, on a node with so many of the group's ranks.
+
+        Each has a connection a peer and up to two threads, which copy 3 GB/s a way where sockets take more.
+        """
         return min(max(len(os.sched_getaffinity(0)) // (_CORES_TO_SEND_APART * ranks_here), 1), _MOST_LANES)
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:

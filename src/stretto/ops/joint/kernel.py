@@ -301,9 +301,10 @@ def _put_some(puts, tables, first, start, at, size, value, peer, mask):  # type:
     """
     of_slice = _find_slice(puts, tables, size)
     slot = _find_slot(puts, tables, tl.program_id(0), first, start, of_slice)
+    zero = at * 0
     if at == start:
-        tiles.await_credit(puts, slot, peer)
-    place = tiles.outgoing_slice(puts, slot, peer).to(tl.pointer_type(value.dtype)) + (at - start)
+        zero = tiles.await_credit(puts, slot, peer)
+    place = tiles.outgoing_slice(puts, slot, peer).to(tl.pointer_type(value.dtype)) + (at - start) + zero
     tl.store(tl.multiple_of(place, 16) + tl.arange(0, MOVED_AT_ONCE), value, mask=mask)
     end = tl.minimum(start + of_slice, size)
     if at + MOVED_AT_ONCE >= end:
