@@ -107,6 +107,18 @@ def test_no_function_has_so_many_parameters_that_their_order_must_be_looked_up()
     assert wide == {}
 
 
+def test_the_zero_of_a_wait_for_a_slot_or_a_slice_is_used():
+    """Nothing else orders the stores into a slot, and the loads from it, after the wait."""
+    waits = {"await_credit", "wait_slice"}
+    calls = [ast.unparse(node.value) for tree in parse_files().values() for node in ast.walk(tree) if is_call(node)]
+    assert [call for call in calls if call.partition("(")[0].rpartition(".")[2] in waits] == []
+
+
+def is_call(node: ast.AST) -> bool:
+    """True if it is a statement of its own, a call whose result is dropped."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+
+
 # Attributes named after this package, which no class of its own declares: `parallel.state` and subclasses hold state.
 HUNG = re.compile(r"""(?:\.|attr\([^()]*['"])_?stretto_\w+""")
 
