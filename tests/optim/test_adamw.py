@@ -157,6 +157,30 @@ def update_parts(seed, scale):
     assert all(map(torch.equal, tensors, others))
 
 
+def step_after_loading(seed):
+    """A step by the interpreted kernel with moments that were saved of a weight in channels_last."""
+    torch.manual_seed(seed)
+    saved = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    loaded = nn.Parameter(saved.detach().contiguous())
+    one, other = AdamW([loaded], lr=1e-2), torch.optim.AdamW([saved], lr=1e-2)
+    for number in range(2):
+        saved.grad = torch.randn_like(saved)
+        if number:
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+            loaded.data.copy_(saved)
+            loaded.grad = saved.grad.contiguous()
+        other.step()
+    with mock.patch.object(adamw, "_suits_kernel", return_value=True):
+        one.step()
+    torch.testing.assert_close(loaded, saved, rtol=1e-6, atol=1e-6, check_stride=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_moments_of_another_memory_format_are_loaded_as_the_kernel_reads_them(interpret):
+    print(f"seed {SEED}")
+    interpret(1, step_after_loading, SEED)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_the_kernel_is_torchs_adamw(interpret, scale):
