@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import random
+import runpy
 import signal
 import socket
 import struct
@@ -18,6 +19,7 @@ import torch
 from tests.memory.network.relay import Relay
 from tests.processes import LIMIT
 
+from stretto.memory.network import native
 from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
 from stretto.memory.network.frames import (
     HEADER_BYTES,
@@ -219,6 +221,12 @@ def test_a_native_wait_compares_counters_that_wrap_and_a_full_fifo_takes_no_put(
         put = proxy._handle, capacity, 1, 0, 0, 0, 0, 0, 0
         assert proxy._library.proxy_put(*put) == -1  # no descriptor was read before this one, whose place has the first
         assert not pair.fifos[0].words.any()
+
+
+def test_the_native_proxys_module_is_imported_where_python_knows_no_affinity(monkeypatch):
+    """As on macOS, where plans are made and models are tried."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert runpy.run_path(native.__file__)["NativeProxy"].count_lanes(1) >= 1
 
 
 def use_in_a_child(proxy, fifo):
