@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint schedules whose moves copy engines make, pushing or pulling, without atomic operations between ranks."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from stretto.ops import choices
 from stretto.ops.joint import registry
 from stretto.ops.operator import list_channels
 from stretto.ops.tuning import tune
+from stretto.tiles import host
 from stretto.tuning import TuningStore, machine_key
 
 CASES = {
@@ -83,6 +86,26 @@ def multiply_all():
         with pytest.raises(ValueError, match="no atomic operations"):
             ops.all_gather_matmul(torch.ones(4, 16), torch.ones(8, 16), implementation=how)
     return max(errors) / (world + 1), ran, len(addresses) > 0, find_foreign_atomics(addresses)
+
+
+def gather_late_rows():
+    """Whether rows are returned whole, of which one rank's come piece by piece, long after each other."""
+    rank, find = dist.get_rank(), host._find_copy
+    inputs, weights, _ = random_operands(64, 24, 32, torch.float32, False)
+
+    def find_slow(device):
+        copy, stream = find(device)
+        return lambda *ends: (time.sleep(0.02 * rank), copy(*ends)), stream
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_find_copy", find_slow)
+        how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer="copies", piece_bytes=512)
+        _, gathered = ops.all_gather_matmul_gathered(inputs[rank], weights[rank], implementation=how)
+    return torch.equal(gathered, torch.cat(inputs))
+
+
+def test_returned_rows_are_copied_once_all_of_their_pieces_have_come(interpret):
+    assert interpret(2, gather_late_rows) == [True] * 2
 
 
 def tune_by_copies(folder):
