@@ -89,7 +89,8 @@ def multiply_all():
 
 
 def gather_late_rows():
-    """Whether rows are returned whole, of which one rank's come piece by piece, long after each other."""
+    """Whether rows are returned whole, and multiplied by their factors, where one rank's pieces come long after each
+    other."""
     rank, find = dist.get_rank(), host._find_copy
     inputs, weights, _ = random_operands(64, 24, 32, torch.float32, False)
 
@@ -99,13 +100,37 @@ def gather_late_rows():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "_find_copy", find_slow)
+        patch.setattr("stretto.ops.operator.MIN_WORKSPACE_BYTES", 1)  # rows of fp8 alone would fill a slot
         how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer="copies", piece_bytes=512)
         _, gathered = ops.all_gather_matmul_gathered(inputs[rank], weights[rank], implementation=how)
-    return torch.equal(gathered, torch.cat(inputs))
+        rows, (weight, of_weight) = [ops.quantize_rows(x) for x in inputs], ops.quantize_rows(weights[rank])
+        x, of_x = rows[rank]
+        for _ in range(2):
+            product = ops.all_gather_scaled_matmul(
+                x, weight, of_x, of_weight, out_dtype=torch.float32, implementation=how._replace(piece_bytes=128)
+            )
+    expected = torch.cat([x.double() * of_x[:, None] for x, of_x in rows]) @ (weight.double() * of_weight[:, None]).T
+    return torch.equal(gathered, torch.cat(inputs)), relative_error(product, expected) < 1e-5
 
 
-def test_returned_rows_are_copied_once_all_of_their_pieces_have_come(interpret):
-    assert interpret(2, gather_late_rows) == [True] * 2
+def test_rows_are_returned_once_all_of_their_pieces_have_come_and_their_factors_come_before_them(interpret):
+    assert interpret(2, gather_late_rows) == [(True, True)] * 2
+
+
+def change_dtypes():
+    """The largest error of products of the same sizes in dtypes whose rows are cut into other pieces, in turn."""
+    how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer="copies", piece_bytes=2048)
+    sizes = {
+        "all_gather_matmul": (64, 24, 32),
+        "matmul_reduce_scatter": (64, 32, 24),
+        "matmul_all_reduce": (128, 32, 24),
+    }
+    dtypes = torch.bfloat16, torch.float32, torch.bfloat16
+    return max(multiply(each, shape, how, None, dtype) for each, shape in sizes.items() for dtype in dtypes)
+
+
+def test_calls_of_the_same_sizes_and_other_dtypes_have_pieces_of_their_own(interpret):
+    assert max(interpret(2, change_dtypes)) <= 3
 
 
 def tune_by_copies(folder):
