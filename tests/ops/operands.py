@@ -44,6 +44,7 @@ PLANS = {
     "odd tiles": ops.KernelConfig(blocks=BLOCKS._replace(n=48, k=16), exchange="packets"),
     "odd tiles, two shots": ops.KernelConfig(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
     "odd tiles, pushes": ops.KernelConfig(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
+    "copies, many programs": ops.KernelConfig(blocks=BLOCKS._replace(programs=7), transfer="copies", piece_bytes=512),
     "odd tiles, copies": ops.KernelConfig(blocks=BLOCKS._replace(n=48), piece_bytes=512),
     "shared steps": ops.KernelConfig(blocks=BLOCKS._replace(k=16, programs=5), exchange="packets"),
 }

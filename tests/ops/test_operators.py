@@ -134,6 +134,15 @@ def test_tiles_of_the_last_wave_are_shared_by_steps_over_k(interpret, ranks, sha
         assert all(is_right)
 
 
+@pytest.mark.long
+def test_a_last_wave_with_tiles_of_own_rows_is_not_shared(interpret):
+    """Seven programs for four tiles, of which two are of own rows, which come first and whole."""
+    for more, error, *is_right, _ in interpret(2, share, gather_and_multiply, (32, 64, 264), "copies, many programs"):
+        assert more == 0
+        assert error <= 2 * ROUNDING[torch.bfloat16]
+        assert all(is_right)
+
+
 def multiply_and_reduce(shape, dtype, by_columns, has_bias, plan):
     """(error, all bits for comparison between ranks, whether other calls have the same, what ran)."""
     rank, (m, n, k) = dist.get_rank(), shape

@@ -113,7 +113,14 @@ class RefusingCopy:
 def step_by_kernel(seed, scale):
     """Three steps by the interpreted kernel beside torch's, with and without copies that are written, too."""
     torch.manual_seed(seed)
-    shapes = ((70, 65), (3,), (0,), (33, 1000), *[(7,)] * 40)  # two launches of many, and one of a large parameter
+    shapes = (
+        (70, 65),
+        (3,),
+        (0,),
+        (33, 1000),
+        *[(7,)] * 39,
+        (9000,),
+    )  # two launches of many, and one of a large parameter
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(one.detach().double()) for one in ours]  # in fp32, MKL's first sqrt is at times off by 3e-4
     one = AdamW(ours, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1, writes_copies=scale is not None)
@@ -123,9 +130,11 @@ def step_by_kernel(seed, scale):
     other = torch.optim.AdamW(theirs, lr=1e-2, betas=(0.9, 0.999), weight_decay=0.1)
     with mock.patch.object(adamw, "_suits_kernel", return_value=True):
         for number in range(3):
-            trained = ours if number else ours[:-20]  # so that counts of steps differ
+            trained = ours if number else [*ours[:3], *ours[4:-20]]  # so that counts of steps differ
             versions = [mine._version for mine in trained]
-            for mine, its in zip(trained, theirs, strict=False):
+            for mine, its in [
+                pair for pair in zip(ours, theirs, strict=True) if any(pair[0] is one for one in trained)
+            ]:
                 mine.grad = torch.randn_like(mine)
                 its.grad = mine.grad.double() * (scale or 1)
             one.step(scale=None if scale is None else torch.tensor(scale, dtype=torch.float64))
@@ -155,6 +164,30 @@ def update_parts(seed, scale):
             launch(updates, corrections, None if scale is None else torch.tensor(scale), None, options)
         assert launched.call_count == 1
     assert all(map(torch.equal, tensors, others))
+
+
+def step_after_loading(seed):
+    """A step by the interpreted kernel with moments that were saved of a weight in channels_last."""
+    torch.manual_seed(seed)
+    saved = nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    loaded = nn.Parameter(saved.detach().contiguous())
+    one, other = AdamW([loaded], lr=1e-2), torch.optim.AdamW([saved], lr=1e-2)
+    for number in range(2):
+        saved.grad = torch.randn_like(saved)
+        if number:
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+            loaded.data.copy_(saved)
+            loaded.grad = saved.grad.contiguous()
+        other.step()
+    with mock.patch.object(adamw, "_suits_kernel", return_value=True):
+        one.step()
+    torch.testing.assert_close(loaded, saved, rtol=1e-6, atol=1e-6, check_stride=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_moments_of_another_memory_format_are_loaded_as_the_kernel_reads_them(interpret):
+    print(f"seed {SEED}")
+    interpret(1, step_after_loading, SEED)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")

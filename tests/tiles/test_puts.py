@@ -12,24 +12,28 @@ import triton
 import triton.language as tl
 
 from stretto import tiles
-from stretto.memory import PeerError
+from stretto.memory import PeerError, pinned_puts
 from stretto.memory.network.native import NativeProxy
+from stretto.tiles import put_channel
 from stretto.tiles.compile_only import compile_kernel
+from stretto.tiles.launches import launch_kernel
 from stretto.tiles.put_channel import PutChannel
 from stretto.tiles.puts import Puts, gather_slices
 
 
 def gather(proxy, sizes):
-    """All-gathers of several sizes, by few slots that are used again and again; those that were wrong.
+    """All-gathers of several sizes, by few slots and places of FIFOs that are used again and again; what was wrong.
 
-    Ranks have cores for 2, 3 and 4 native proxies, and so use 2.
+    Ranks have cores for 3, 4 and 5 native proxies, and so use 3.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong: list[object] = []
     with (
         mock.patch.dict(os.environ, {"STRETTO_NODES": "2,1", "STRETTO_PROXY": proxy}),
-        mock.patch.object(NativeProxy, "count_lanes", return_value=2 + rank),
-        PutChannel.allocate(slots=2, slot_bytes=256, timeout=60.0, backend="host") as channel,
+        mock.patch.object(NativeProxy, "count_lanes", return_value=3 + rank),
+        mock.patch.object(pinned_puts, "CAPACITY", 4),
+        mock.patch.object(put_channel, "CAPACITY", 4),
+        PutChannel.allocate(slots=3, slot_bytes=256, timeout=60.0, backend="host") as channel,
     ):
         for call, size in enumerate(sizes):
             shard = torch.arange(size, dtype=torch.int32) + 1000 * rank + call
@@ -41,16 +45,57 @@ def gather(proxy, sizes):
             for peer in range(world) if call == 1 else ():
                 channel.break_connection(peer)
         channel.check()
-        posted = channel._pinned.tail.tolist()
-        if len(posted) != (2 if proxy == "native" else 1) or not all(posted):
+        posted, endpoint = channel._pinned.tail.tolist(), channel._endpoint
+        if len(posted) != (3 if proxy == "native" else 1) or not all(posted):
             wrong.append(posted)
-    return wrong
+    wrong += [key for lane in endpoint.lanes if proxy == "native" for key in lane._kept if isinstance(key, int)]
+    with PutChannel.allocate(slots=1, slot_bytes=16, timeout=60.0, backend="host") as channel:
+        dist.barrier()
+        endpoint.lanes[len(endpoint.lanes) // 2].close(0.0)  # with any lane its peers are lost
+        with pytest.raises(PeerError, match="has lost"):
+            channel.check()
+        dist.barrier()
+    endpoint.close()
+    return wrong + [lane for lane in endpoint.lanes if proxy == "native" and lane._handle is not None]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("proxy", ["native", pytest.param("python", marks=pytest.mark.exhaustive)])
 def test_a_kernel_gathers_from_other_nodes_and_its_own_by_puts(interpret, proxy):
     assert interpret(3, gather, proxy, [1, 300, 64, 129]) == [[]] * 3
+
+
+@triton.jit
+def give_back(puts, slot):
+    tiles.release_slice(puts, slot, 0, 0)
+
+
+def fill_a_lane():
+    """What a kernel's put by a full FIFO says, and what the FIFO has; one by another lane's has room."""
+    with (
+        mock.patch.object(NativeProxy, "count_lanes", return_value=2),
+        mock.patch.object(NativeProxy, "add_fifo"),
+        mock.patch.object(pinned_puts, "CAPACITY", 4),
+        mock.patch.object(put_channel, "CAPACITY", 4),
+    ):
+        channel = PutChannel.allocate(slots=2, slot_bytes=16, timeout=0.3, backend="host")
+        channel.limit.begin_call()
+        pinned = channel._pinned
+        pinned.tickets.copy_(torch.tensor([6, 4, 4, 0]))  # next ones, each before the tail that was seen last
+        pinned.tail.copy_(torch.tensor([4, 0]))
+        launch_kernel(give_back, 1, channel.begin("one"), 0)
+        channel.check()
+        before = pinned.words.clone()
+        with pytest.raises(PeerError) as full:
+            launch_kernel(give_back, 1, channel.begin("other"), 1)
+        channel.close()
+    return str(full.value), before.view(2, 4, 4).any(-1).tolist(), torch.equal(pinned.words, before)
+
+
+def test_a_kernel_waits_for_room_in_the_fifo_of_its_own_lane(interpret):
+    ((message, filled, is_unchanged),) = interpret(1, fill_a_lane)
+    assert "other: waited in vain for room in the proxy's FIFO" in message
+    assert (filled, is_unchanged) == ([[False, False, True, False], [False] * 4], True)
 
 
 def lose_a_rank():

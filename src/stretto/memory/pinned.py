@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stretto.cluster.detection import usable_cores
 from stretto.cluster.host_memory import HostMemoryLimit, host_memory_available, host_memory_limit
 
 __all__ = ["BLOCK_BYTES", "HostMemoryLimit", "allocate_pinned", "host_memory_available", "host_memory_limit"]
@@ -113,7 +114,7 @@ def _map(num_bytes: int) -> tuple[Any, mmap.mmap]:
 def _touch(tensor: Tensor) -> None:
     """Write to each page with several threads; CUDA would fault in one after the other when it pins them."""
     parts = tensor.split(_TOUCHED_AT_ONCE)
-    threads = min(len(os.sched_getaffinity(0)), len(parts), _MAX_THREADS)
+    threads = min(usable_cores(), len(parts), _MAX_THREADS)
     with ThreadPoolExecutor(threads, "stretto-touch") as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))  # torch releases the interpreter's lock
 

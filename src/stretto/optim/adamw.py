@@ -52,6 +52,13 @@ class AdamW(torch.optim.AdamW):
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"writes_copies": self.writes_copies}  # of a copied or pickled optimizer
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's. Moments that were saved in channels_last are laid out as their parameter, by which kernels go."""
+        super().load_state_dict(state_dict)
+        for parameter, held in self.state.items():
+            if isinstance(parameter, Tensor) and local(parameter).is_contiguous():
+                held |= {name: value.contiguous() for name, value in held.items() if isinstance(value, Tensor)}
+
     @torch.no_grad()
     def step(
         self, closure: Callable[[], Any] | None = None, *, scale: Tensor | None = None, skip: Tensor | None = None

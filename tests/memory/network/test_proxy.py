@@ -5,17 +5,21 @@ import contextlib
 import ctypes
 import os
 import random
+import runpy
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from tests.memory.network.relay import Relay
 from tests.processes import LIMIT
 
+from stretto.memory.network import native
 from stretto.memory.network.descriptors import PHASE, Fifo, Put, pack, unpack
 from stretto.memory.network.frames import (
     HEADER_BYTES,
@@ -27,7 +31,7 @@ from stretto.memory.network.frames import (
     unpack_frame,
 )
 from stretto.memory.network.interfaces import find_interface
-from stretto.memory.network.native import NativeProxy
+from stretto.memory.network.native import NativeProxy, find_library
 from stretto.memory.network.proxy import Proxy
 from stretto.memory.network.transport import LOCAL_REGIONS, PutRegion
 
@@ -142,6 +146,15 @@ def test_much_that_kernels_put_both_ways_arrives_whole_past_broken_connections(w
             proxy.remove_fifo(fifo)
 
 
+def test_a_proxy_ends_whose_second_thread_fails_to_send_at_that_moment(tmp_path):
+    """The thread then has nothing left to send, and has been told of the end while it sent."""
+    program = tmp_path / "failing_send"
+    source = Path(__file__).with_name("failing_send.c")
+    subprocess.run(["cc", "-rdynamic", "-o", program, source, "-ldl", "-pthread"], check=True)
+    done = subprocess.run([program, find_library()], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "ended\n")
+
+
 @each_proxy
 def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends(kind):
     """A kernel's last puts and credits, of which no wake tells: the peers wait for them."""
@@ -196,6 +209,24 @@ def test_who_waits_receives_in_place_of_the_thread_which_goes_on_when_nobody_wai
         first.close(0.0)
         last.join(LIMIT)
         assert not last.is_alive()
+
+
+def test_a_native_wait_compares_counters_that_wrap_and_a_full_fifo_takes_no_put():
+    with Pair("native") as pair:
+        proxy, word = pair.proxies[0], torch.empty(1, dtype=torch.int32)
+        for seen, target, has_come in ((-1, 2**32, False), (2, 2**32 - 1, True), (7, 8, False), (7, 7, True)):
+            word[0] = seen
+            assert proxy.await_counter(word.data_ptr(), target, 0.001) == has_come
+        capacity = pair.fifos[0].capacity
+        put = proxy._handle, capacity, 1, 0, 0, 0, 0, 0, 0
+        assert proxy._library.proxy_put(*put) == -1  # no descriptor was read before this one, whose place has the first
+        assert not pair.fifos[0].words.any()
+
+
+def test_the_native_proxys_module_is_imported_where_python_knows_no_affinity(monkeypatch):
+    """As on macOS, where plans are made and models are tried."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert runpy.run_path(native.__file__)["NativeProxy"].count_lanes(1) >= 1
 
 
 def use_in_a_child(proxy, fifo):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint schedules whose moves copy engines make, pushing or pulling, without atomic operations between ranks."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from stretto.ops import choices
 from stretto.ops.joint import registry
 from stretto.ops.operator import list_channels
 from stretto.ops.tuning import tune
+from stretto.tiles import host
 from stretto.tuning import TuningStore, machine_key
 
 CASES = {
@@ -83,6 +86,51 @@ def multiply_all():
         with pytest.raises(ValueError, match="no atomic operations"):
             ops.all_gather_matmul(torch.ones(4, 16), torch.ones(8, 16), implementation=how)
     return max(errors) / (world + 1), ran, len(addresses) > 0, find_foreign_atomics(addresses)
+
+
+def gather_late_rows():
+    """Whether rows are returned whole, and multiplied by their factors, where one rank's pieces come long after each
+    other."""
+    rank, find = dist.get_rank(), host._find_copy
+    inputs, weights, _ = random_operands(64, 24, 32, torch.float32, False)
+
+    def find_slow(device):
+        copy, stream = find(device)
+        return lambda *ends: (time.sleep(0.02 * rank), copy(*ends)), stream
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "_find_copy", find_slow)
+        patch.setattr("stretto.ops.operator.MIN_WORKSPACE_BYTES", 1)  # rows of fp8 alone would fill a slot
+        how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer="copies", piece_bytes=512)
+        _, gathered = ops.all_gather_matmul_gathered(inputs[rank], weights[rank], implementation=how)
+        rows, (weight, of_weight) = [ops.quantize_rows(x) for x in inputs], ops.quantize_rows(weights[rank])
+        x, of_x = rows[rank]
+        for _ in range(2):
+            product = ops.all_gather_scaled_matmul(
+                x, weight, of_x, of_weight, out_dtype=torch.float32, implementation=how._replace(piece_bytes=128)
+            )
+    expected = torch.cat([x.double() * of_x[:, None] for x, of_x in rows]) @ (weight.double() * of_weight[:, None]).T
+    return torch.equal(gathered, torch.cat(inputs)), relative_error(product, expected) < 1e-5
+
+
+def test_rows_are_returned_once_all_of_their_pieces_have_come_and_their_factors_come_before_them(interpret):
+    assert interpret(2, gather_late_rows) == [(True, True)] * 2
+
+
+def change_dtypes():
+    """The largest error of products of the same sizes in dtypes whose rows are cut into other pieces, in turn."""
+    how = ops.KernelConfig(blocks=BLOCKS._replace(m=16), transfer="copies", piece_bytes=2048)
+    sizes = {
+        "all_gather_matmul": (64, 24, 32),
+        "matmul_reduce_scatter": (64, 32, 24),
+        "matmul_all_reduce": (128, 32, 24),
+    }
+    dtypes = torch.bfloat16, torch.float32, torch.bfloat16
+    return max(multiply(each, shape, how, None, dtype) for each, shape in sizes.items() for dtype in dtypes)
+
+
+def test_calls_of_the_same_sizes_and_other_dtypes_have_pieces_of_their_own(interpret):
+    assert max(interpret(2, change_dtypes)) <= 3
 
 
 def tune_by_copies(folder):

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stretto.cluster.detection import usable_cores
 from stretto.memory.compilation import note_loaded_kernel
 from stretto.memory.network.descriptors import Fifo, Put
 from stretto.memory.network.frames import NO_SIGNAL
@@ -86,7 +87,7 @@ class NativeProxy:
     """
 
     LONGEST_PAUSE: float | None = 0.02
-    SENDS_APART = len(os.sched_getaffinity(0)) >= _CORES_TO_SEND_APART
+    SENDS_APART = usable_cores() >= _CORES_TO_SEND_APART
     """True on machines where a second thread sends what kernels put much of."""
 
     @staticmethod
@@ -95,7 +96,7 @@ class NativeProxy:
 
         Each has a connection a peer and up to two threads, which copy 3 GB/s a way where sockets take more.
         """
-        return min(max(len(os.sched_getaffinity(0)) // (_CORES_TO_SEND_APART * ranks_here), 1), _MOST_LANES)
+        return min(max(usable_cores() // (_CORES_TO_SEND_APART * ranks_here), 1), _MOST_LANES)
 
     def __init__(self, rank: int, world: int, token: bytes, address: str, limit: float) -> None:
         self._library = load_library()

@@ -147,7 +147,8 @@ class Proxy:
 
     def failure(self, peer: int) -> str | None:
         """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
-        return self._broken or self._links[peer].failure
+        ended = None if self._thread.is_alive() else "the group's proxy has ended"
+        return self._broken or self._links[peer].failure or ended
 
     def break_connection(self, peer: int) -> None:
         """Break the connection to a peer, for tests: it is opened again."""

@@ -434,7 +434,13 @@ class Proxy {
   // Sends what connections have handed over, until a call waits for room for it.
   void run_sender() {
     std::unique_lock lock(mutex_);
-    while (!is_closing_) {
+    for (;;) {
+      has_backlog_.wait(lock, [this] {  // told while this thread is in `sendmsg`, without the mutex, it looks again
+        return is_closing_ || std::any_of(connections_.begin(), connections_.end(), [](const auto& each) {
+                 return each->is_handed && !each->is_closed;
+               });
+      });
+      if (is_closing_) return;
       std::vector<pollfd> full;
       bool has_sent = false;
       for (size_t index = 0; index < connections_.size(); ++index) {
@@ -453,11 +459,7 @@ class Proxy {
         has_sent = has_sent || has_room;
         if (!has_room && !connection->is_closed) full.push_back({connection->fd, POLLOUT, 0});
       }
-      if (has_sent) continue;
-      if (full.empty()) {
-        has_backlog_.wait(lock);
-        continue;
-      }
+      if (has_sent || full.empty()) continue;
       lock.unlock();
       ++calls_[kPolls];
       (void)ppoll(full.data(), full.size(), &kLookForRoom, nullptr);
