@@ -99,8 +99,8 @@ def _parse(text: str, suffix: str) -> Any:
         case ".json":
             data = json.loads(text)
             check_depth(data, "the graph")
-            if not isinstance(data, Mapping):
-                raise ValueError("its JSON is no object")
+            if not isinstance(data, Mapping) or "nodes" not in data:
+                raise ValueError("its JSON is no object with nodes and links")
             return networkx.node_link_graph(dict(data), edges="links" if "links" in data else "edges")
         case ".graphml":
             from defusedxml.ElementTree import fromstring
@@ -110,7 +110,9 @@ def _parse(text: str, suffix: str) -> Any:
         case ".gml":
             return networkx.parse_gml(text)
         case _:
-            return networkx.parse_edgelist(text.splitlines(), data=(("bandwidth", float), ("latency", float)))
+            lines = [line.partition("#")[0] for line in text.splitlines()]
+            rates = (("bandwidth", float), ("latency", float)) if any(len(line.split()) > 2 for line in lines) else ()
+            return networkx.parse_edgelist(lines, data="{" in text or rates)  # {}: as networkx writes by itself
 
 
 def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float | None) -> float:
