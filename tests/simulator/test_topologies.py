@@ -251,7 +251,7 @@ def write(graph, path):
 def test_graphs_are_read_from_files(tmp_path, suffix):
     path = tmp_path / f"star{suffix}"
     write(star(), path)
-    topology = parse_topology(str(path), 8e9, 5e-6)
+    topology = parse_topology(path, 8e9, 5e-6)
     assert (topology.devices, topology.vertices) == (2, 3)  # a and b are the ranks, and the hub is a switch
     assert [topology.links[number].bandwidth for number in topology.routes(0, 1)[0]] == [1e9, 2e9]
     assert [topology.links[number].latency for number in topology.routes(0, 1)[0]] == [1e-6, 5e-6]

@@ -27,13 +27,14 @@ _SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
 SUFFIXES = (".json", ".graphml", ".gml", ".edgelist")
 
 
-def parse_topology(text: str, bandwidth: float | None, latency: float | None) -> NetworkTopology:
+def parse_topology(text: str | Path, bandwidth: float | None, latency: float | None) -> NetworkTopology:
     """The topology that a name describes, or a file's: see `read_graph`.
 
     ring:N, full:N, switch:N, torus:AxB[xC], fat-tree:PORTS, dragonfly:GROUPSxROUTERSxDEVICES. bandwidth: bytes/s of
     every link (of a file, of those that say none). latency: seconds of every link, likewise. Raises ValueError for an
     unknown name, for sizes that it cannot have, and for None where a link needs it.
     """
+    text = str(text)
     kind, _, numbers = text.partition(":")
     if Path(text).suffix in SUFFIXES or kind not in _SHAPES:
         if Path(text).suffix not in SUFFIXES and not Path(text).is_file():
