@@ -75,7 +75,7 @@ def imported(tmp_path: Path) -> Importer:
     def run(text: str, *args: str) -> ImportedScript:
         script = tmp_path / "script.py"
         script.write_text(HEAD + dedent(text))
-        return import_msccl(script, args)
+        return import_msccl(str(script), args)
 
     return run
 

@@ -75,7 +75,7 @@ def test_written_schedules_are_read_again(name, tmp_path):
     size = {"nodes": 2, "gpus": 3} if "nodes" in ALGORITHMS[name].parameters else {"ranks": 8}
     made = ALGORITHMS[name].compile(instances=2, **size)
     write_schedule(made, tmp_path / "made.xml")
-    read = read_schedule(tmp_path / "made.xml")
+    read = read_schedule(str(tmp_path / "made.xml"))
     assert read.ranks == made.ranks
     for attribute in ("name", "protocol", "in_place", "out_of_place", "min_bytes", "max_bytes"):
         assert getattr(read, attribute) == getattr(made, attribute)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from stretto.optim import AdamW, adamw
+from stretto.optim import AdamW, Muon, adamw
 
 SEED = random.randrange(2**31)
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7}
@@ -76,6 +76,18 @@ def test_a_copied_optimizer_has_all_that_it_steps_with(duplicate, writes):
     assert (mine < 1).all()
     assert vars(optimizer).keys() >= vars(AdamW([parameter])).keys() - vars(torch.optim.AdamW([parameter])).keys()
     assert optimizer.writes_copies == writes
+
+
+@pytest.mark.parametrize("kind", [AdamW, Muon])
+def test_hooks_are_called_once_a_step_whichever_optimizers_were_made_before(kind):
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))]), AdamW([nn.Parameter(torch.ones(1))])
+    parameter, calls = nn.Parameter(torch.ones(3)), []
+    optimizer = kind([{"params": [parameter], **({"use_muon": False} if kind is Muon else {})}], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    parameter.grad = torch.ones(3)
+    optimizer.step(scale=torch.ones(()))
+    assert (calls, (parameter < 1).all()) == (["before", "after"], True)
 
 
 def test_a_closure_goes_without_a_scale():

@@ -99,7 +99,7 @@ def test_hugging_face_configurations_are_read_as_the_models_are(tmp_path, kind, 
     expected = sum(parameter.numel() for parameter in model.parameters())
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config.to_dict(), default=str))
-    for source in (str(file), file, str(tmp_path), model, config):  # tmp_path: a folder with a config.json
+    for source in (str(file), file, str(tmp_path), tmp_path, model, config):  # tmp_path: a folder with a config.json
         assert read_architecture(source, 64).parameters == expected
 
 

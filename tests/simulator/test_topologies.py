@@ -251,18 +251,24 @@ def write(graph, path):
 def test_graphs_are_read_from_files(tmp_path, suffix):
     path = tmp_path / f"star{suffix}"
     write(star(), path)
-    topology = parse_topology(str(path), 8e9, 5e-6)
+    topology = parse_topology(path, 8e9, 5e-6)
     assert (topology.devices, topology.vertices) == (2, 3)  # a and b are the ranks, and the hub is a switch
     assert [topology.links[number].bandwidth for number in topology.routes(0, 1)[0]] == [1e9, 2e9]
     assert [topology.links[number].latency for number in topology.routes(0, 1)[0]] == [1e-6, 5e-6]
 
 
-def test_an_edge_list_is_read(tmp_path):
+@pytest.mark.parametrize(
+    "lines",
+    ["0 1 1e9 1e-6\n1 2 2e9 1e-6\n", "# a line of three\n0 1\n1 2 # the last\n", "0 1 {'bandwidth': 1e9}\n1 2 {}\n"],
+)
+def test_an_edge_list_is_read(tmp_path, lines):
     path = tmp_path / "line.edgelist"
-    path.write_text("0 1 1e9 1e-6\n1 2 2e9 1e-6\n")
-    topology = read_graph(path)
+    path.write_text(lines)
+    topology = read_graph(path, 2e9, 1e-6)
     assert topology.devices == 3
     assert hops(topology, 0, 2) == 2
+    rates = [topology.links[number].bandwidth for number in topology.routes(0, 2)[0]]
+    assert rates == [1e9 if "1e9" in lines else 2e9, 2e9]
 
 
 def test_ranks_of_a_file_are_in_the_order_of_their_ids_wherever_they_are_in_it(tmp_path):

@@ -209,7 +209,7 @@ def load_weights(make: Any, grid: dict[str, int], file: Path) -> dict[str, Tenso
     Each rank's shards are those of a plain model that imports the file and is then put on the grid.
     """
     model, _, on_grid = sharded(make, grid, seed=2)
-    import_safetensors(model, file)
+    import_safetensors(model, str(file))
     plain = make()
     import_safetensors(plain, file)
     for ours, expected in zip(model.parameters(), parallelize(plain, on_grid).parameters(), strict=True):

@@ -116,10 +116,12 @@ def _step_line(at: int, step: Step) -> str:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
-def read_schedule(path: Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Collective | None = None) -> Schedule:
+def read_schedule(
+    path: str | Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Collective | None = None
+) -> Schedule:
     """Read a schedule from a file, as `from_xml` does from text. Raises OSError if the file cannot be read."""
     try:
-        text = read_bounded(path, max_bytes, "a schedule")
+        text = read_bounded(Path(path), max_bytes, "a schedule")
     except ValueError as error:
         raise ScheduleFileError(str(error)) from None
     return from_xml(text, str(path), collective=collective)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW with gradient scaling in its step: one kernel clips and updates, and reads and writes each number once."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -85,7 +86,7 @@ class AdamW(torch.optim.AdamW):
         if scale is not None and gradients:
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         with skipping_after_failure(self, skip):
-            super().step()
+            unhooked(torch.optim.AdamW.step)(self)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,6 +154,14 @@ def call(closure: Callable[[], Any] | None, scale: Tensor | None) -> Any:
         raise ValueError("a closure makes new gradients, for which no scale is known: give one of the two")
     with torch.enable_grad():
         return closure()
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a base class's `step` without the wrapper by which torch calls hooks: the subclass's step has called them.
+
+    torch wraps a class's step when its first optimizer is made.
+    """
+    return inspect.unwrap(step, stop=lambda inner: not hasattr(inner, "hooked"))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from stretto.axes import STAGE_AXES
 from stretto.memory import failures
 from stretto.ops.symmetric import suits_symmetric, symmetric_product
-from stretto.optim.adamw import AdamW, call, local
+from stretto.optim.adamw import AdamW, call, local, unhooked
 from stretto.optim.matrix_owners import MatrixExchange, MatrixOwners
 from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
 from stretto.optim.state.updates import copied
@@ -305,7 +305,7 @@ class Muon(AdamW):
         self._update_matrices(scale, skip)  # first: AdamW's step is on another stream then
         whole, self.param_groups = self.param_groups, [one for one in self.param_groups if not one["use_muon"]]
         try:
-            super().step(scale=scale, skip=skip)
+            unhooked(AdamW.step)(self, scale=scale, skip=skip)
         finally:
             self.param_groups = whole
         return loss

@@ -35,7 +35,7 @@ def read_architecture(model: Any, seq_len: int) -> Architecture:
         case GPTConfig():
             return from_gpt("model", model)
         case Path():
-            return _from_file(model, seq_len)
+            return _from_file(model / "config.json" if model.is_dir() else model, seq_len)
         case str() if model in PRESETS:
             return from_gpt(model, PRESETS[model])
         case str() if model in PUBLIC_MODELS:

@@ -115,12 +115,10 @@ class TrainTask(ABC):
             return
         if not metadata.model:
             logger.warning(
-                "stretto train has not written the checkpoint: it is continued from step %d%s, and data is read from "
+                "stretto train has not written the checkpoint: it is continued from step %d%s; data is read from "
                 "where this run would be at that step",
                 metadata.step,
-                f", and the state of {metadata.optimizer},"
-                if metadata.optimizer
-                else ", without an optimizer's state,",
+                f", and the state of {metadata.optimizer}" if metadata.optimizer else ", without an optimizer's state",
             )
             return
         described = self.data_description()

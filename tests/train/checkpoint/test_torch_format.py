@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from stretto.models import GPT
 from stretto.train.checkpoint import load_checkpoint
 from stretto.train.checkpoint.export import export_safetensors
+from stretto.train.checkpoint.verification import verify
 from stretto.train.config import TrainConfig
 from stretto.train.gpt.preflight import open_data
 from stretto.train.preflight import preflight
@@ -160,6 +161,33 @@ def test_state_by_numbers_and_of_other_optimizers_is_refused(tmp_path: Path) -> 
     ):
         saved = tmp_path / f"saved{number}"
         dcp.save(state | {"optim": {"state": slots}}, checkpoint_id=saved, no_dist=True)
+        with pytest.raises(ValueError, match=message):
+            preflight(model_folders.configure(tmp_path / "run", folder, f"train.resume={saved}", *OPTIONS))
+
+
+def test_weights_of_any_dtype_stand_beside_other_entries(tmp_path: Path) -> None:
+    folder = model_folders.write_folder(tmp_path / "model")
+    weights = {name: value.half() for name, value in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+    slots = {name: {"exp_avg": value, "exp_avg_sq": value, "step": torch.tensor(2)} for name, value in weights.items()}
+    others = {"rng": torch.get_rng_state(), "model.seen": torch.arange(3)}
+    saved = tmp_path / "saved"
+    dcp.save({"model": weights, "optim": {"state": slots}, **others}, checkpoint_id=saved, no_dist=True)
+    export_safetensors(saved, tmp_path / "weights.safetensors", dtype="float32")
+    exported = load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(exported[name], value.float()) for name, value in weights.items())
+    assert exported["seen"].tolist() == [0, 1, 2]
+    for number, (dtype, message) in enumerate(
+        [
+            (torch.float16, "seen is unexpected"),
+            (torch.int8, "lm_head.weight is stored as int8"),
+            (torch.float8_e4m3fn, "has model.lm_head.weight in float8_e4m3fn"),
+        ]
+    ):
+        saved = tmp_path / f"saved{number}"
+        stored = {"lm_head.weight": weights["lm_head.weight"].to(dtype)}
+        beside = others if dtype == torch.float16 else {}
+        dcp.save({"model": weights | stored, "optim": {"state": slots}, **beside}, checkpoint_id=saved, no_dist=True)
+        assert all(not result.damages for result in verify(saved))
         with pytest.raises(ValueError, match=message):
             preflight(model_folders.configure(tmp_path / "run", folder, f"train.resume={saved}", *OPTIONS))
 

@@ -38,7 +38,14 @@ def write_saved(path: Path, texts: list[str]) -> Path:
     return path
 
 
-WRITERS = {"a.jsonl": write_jsonl, "a.parquet": write_parquet, "saved": write_saved}
+def write_arrow(path: Path, texts: list[str]) -> Path:
+    table = pyarrow.table({"text": texts})
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        file.write_table(table, max_chunksize=150)
+    return path
+
+
+WRITERS = {"a.jsonl": write_jsonl, "a.parquet": write_parquet, "a.arrow": write_arrow, "saved": write_saved}
 
 
 def packed(texts: list[str], seq_len: int, ending: bytes = b"") -> list[tuple[list[int], list[int], list[int]]]:
@@ -71,7 +78,7 @@ def test_documents_are_packed_one_after_another(tmp_path: Path, name: str) -> No
     expected = packed(TEXTS, 32, b"\n")
     assert found == expected
     assert num_targets == sum(target != -100 for at in (0, 3) for target in expected[at][1])
-    plain = open_dataset(str(path), seq_len=32, document_mask=False)
+    plain = open_dataset(path, seq_len=32, document_mask=False)
     assert not plain.has_ignored_targets
     assert (
         bytes(np.concatenate([plain[at][:-1] for at in range(len(plain))]).astype(np.uint8))
@@ -81,7 +88,7 @@ def test_documents_are_packed_one_after_another(tmp_path: Path, name: str) -> No
 
 def test_tokenizers_and_token_ids_make_the_same_documents(tmp_path: Path) -> None:
     model_folders.write_tokenizer(tmp_path / "model")
-    named = str(tmp_path / "model" / "tokenizer.json")
+    named = tmp_path / "model" / "tokenizer.json"
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS, "content")
     with mock.patch.object(documents, "PIECES_AT_ONCE", 0):
         dataset = open_dataset(str(path), field="content", seq_len=16, tokenizer=named, separator="<|end|>")

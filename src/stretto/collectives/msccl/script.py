@@ -37,7 +37,7 @@ class ImportedScript:
     printed: str
 
 
-def import_msccl(script: Path, args: Sequence[str] = ()) -> ImportedScript:
+def import_msccl(script: str | Path, args: Sequence[str] = ()) -> ImportedScript:
     """Run a script for msccl-tools with these arguments, as `python SCRIPT ARGS` does, and compile its programs.
 
     The script is code and is run with the rights of the caller. While it runs, `msccl` and its modules are those of
@@ -47,6 +47,7 @@ def import_msccl(script: Path, args: Sequence[str] = ()) -> ImportedScript:
     holds what it held at the end of the trace. ScriptError, in one line with the script's line, for a script that
     cannot be run, that makes no program, or whose program fails its collective's check or cannot be compiled.
     """
+    script = Path(script)
     code = _read(script)
     run = ScriptRun()
     with _alone(script, args) as (main, printed):

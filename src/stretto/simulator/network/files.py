@@ -27,13 +27,14 @@ _SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
 SUFFIXES = (".json", ".graphml", ".gml", ".edgelist")
 
 
-def parse_topology(text: str, bandwidth: float | None, latency: float | None) -> NetworkTopology:
+def parse_topology(text: str | Path, bandwidth: float | None, latency: float | None) -> NetworkTopology:
     """The topology that a name describes, or a file's: see `read_graph`.
 
     ring:N, full:N, switch:N, torus:AxB[xC], fat-tree:PORTS, dragonfly:GROUPSxROUTERSxDEVICES. bandwidth: bytes/s of
     every link (of a file, of those that say none). latency: seconds of every link, likewise. Raises ValueError for an
     unknown name, for sizes that it cannot have, and for None where a link needs it.
     """
+    text = str(text)
     kind, _, numbers = text.partition(":")
     if Path(text).suffix in SUFFIXES or kind not in _SHAPES:
         if Path(text).suffix not in SUFFIXES and not Path(text).is_file():
@@ -99,8 +100,8 @@ def _parse(text: str, suffix: str) -> Any:
         case ".json":
             data = json.loads(text)
             check_depth(data, "the graph")
-            if not isinstance(data, Mapping):
-                raise ValueError("its JSON is no object")
+            if not isinstance(data, Mapping) or "nodes" not in data:
+                raise ValueError("its JSON is no object with nodes and links")
             return networkx.node_link_graph(dict(data), edges="links" if "links" in data else "edges")
         case ".graphml":
             from defusedxml.ElementTree import fromstring
@@ -110,7 +111,9 @@ def _parse(text: str, suffix: str) -> Any:
         case ".gml":
             return networkx.parse_gml(text)
         case _:
-            return networkx.parse_edgelist(text.splitlines(), data=(("bandwidth", float), ("latency", float)))
+            lines = [line.partition("#")[0] for line in text.splitlines()]
+            rates = (("bandwidth", float), ("latency", float)) if any(len(line.split()) > 2 for line in lines) else ()
+            return networkx.parse_edgelist(lines, data="{" in text or rates)  # {}: as networkx writes by itself
 
 
 def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float | None) -> float:

@@ -27,7 +27,7 @@ from stretto.suggestions import require_one_of
 from stretto.train.checkpoint.file_tensors import PlainTensor, with_scales
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.integrity import DamagedError
-from stretto.train.checkpoint.metadata import TensorEntry, first_names, saved_tensors
+from stretto.train.checkpoint.metadata import ITEMSIZES, TensorEntry, first_names, saved_tensors
 from stretto.train.checkpoint.safetensors_checksums import digits_of, make_header, read_header, seal_index
 from stretto.train.checkpoint.torch_format import read_index
 from stretto.train.checkpoint.weights import files_of_index, untie_as_in
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 FOLDER_FILE_BYTES = 5 * 10**9
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes
+_INTEGERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # buffers
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Weight:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * _ITEMSIZES[self.dtype]
+        return prod(self.shape) * ITEMSIZES[self.dtype]
 
     def of(self, whole: "Tensor") -> "Tensor":
         if self.part is None:
@@ -107,7 +107,9 @@ def _export_newest(checkpoint: Path, write: Callable[[Path], list[Path]]) -> lis
 
 def _weights_of(tensors: Mapping[str, TensorEntry], dtype: str | None) -> dict[str, _Weight]:
     return {
-        name.removeprefix("model."): _Weight(name, entry, dtype or entry.dtype)
+        name.removeprefix("model."): _Weight(
+            name, entry, dtype if dtype and entry.dtype not in _INTEGERS else entry.dtype
+        )
         for name, entry in tensors.items()
         if name.startswith("model.")
     }
@@ -288,6 +290,6 @@ def _header(weights: Mapping[str, _Weight]) -> Iterator[tuple[str, dict[str, Any
     start = 0
     for name, weight in weights.items():
         stop = start + weight.num_bytes
-        dtype = _SAFETENSORS_DTYPES[weight.dtype]
+        dtype = (_SAFETENSORS_DTYPES | _INTEGERS)[weight.dtype]
         yield name, {"dtype": dtype, "shape": list(weight.shape), "data_offsets": [start, stop]}
         start = stop

@@ -32,7 +32,10 @@ MAX_METADATA_BYTES = 1 << 28  # a box of a tensor takes about 100
 FREE_MODEL_OPTIONS = ("dropout", "max_seq_len", "balance_loss", "bias_rate", "z_loss", "capacity_factor")
 
 _FOLDER_NAME = re.compile(r"step-[0-9]{8,}")
-_ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}  # bytes, by dtype
+StoredDtype = Literal["float64", "float32", "float16", "bfloat16", "uint8", "int64", "int32", "int16", "int8", "bool"]
+# Bytes, by dtype: of weights, of masks of pruned parameters (uint8), and of buffers in torch's folders.
+ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+ITEMSIZES |= {"uint8": 1, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "bool": 1}
 _Index = Annotated[int, Field(ge=0)]
 _Checksum = Annotated[str, Field(pattern=PATTERN)]
 
@@ -71,7 +74,7 @@ class TensorEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     shape: tuple[_Index, ...]
-    dtype: Literal["float64", "float32", "bfloat16", "uint8"]  # uint8: masks of pruned parameters
+    dtype: StoredDtype
     chunks: tuple[StoredBox, ...]
 
     @property
@@ -83,7 +86,7 @@ class TensorEntry(BaseModel):
     @property
     def itemsize(self) -> int:
         """Bytes of a number."""
-        return _ITEMSIZES[self.dtype]
+        return ITEMSIZES[self.dtype]
 
     def fault(self) -> str | None:
         """Describe an error in the boxes, if any: each element of the tensor must be in exactly one of them."""

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from stretto.cluster import read_bounded
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import (
+    ITEMSIZES,
     MAX_METADATA_BYTES,
     METADATA_FILE,
     WITHOUT_CHECKSUMS,
@@ -47,7 +48,11 @@ _CLASSES = {
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.serialization": ("_get_layout",),
-    "torch": ("Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    "torch": (
+        *("Size", "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+        *("uint64", "uint32", "uint16", "complex128", "complex64", "complex32", "float8_e8m0fnu", "float8_e4m3fn"),
+        *("float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"),
+    ),
     "pathlib": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "pathlib._local": ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     "collections": ("OrderedDict",),
@@ -177,7 +182,8 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict
     if len(kinds) > 1:
         raise ValueError(f"{path} has the states of two optimizers, AdamW and SGD, and one is read")
     others = [name for name in shapes if name not in slots]
-    prefix = next((each for each in _WEIGHTS if _has_prefix(each, others, shapes)), "")
+    trained = {match["parameter"] for match in slots.values()}
+    prefix = next((each for each in _WEIGHTS if _has_prefix(each, others, shapes, trained)), "")
     # Numbers outside of the weights, such as a step count, do not belong to the model.
     weights = [name for name in others if name.startswith(prefix) and shapes[name] and ".param_groups." not in name]
     if not weights:
@@ -187,10 +193,11 @@ def _read_names(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict
     return stored, next(iter(kinds), "")
 
 
-def _has_prefix(prefix: str, names: list[str], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """True if all arrays that are not of an optimizer stand under a prefix."""
+def _has_prefix(prefix: str, names: list[str], shapes: Mapping[str, tuple[int, ...]], trained: set[str]) -> bool:
+    """True if all weights that an optimizer has state of stand under a prefix, or all arrays that are not of one."""
     arrays = [name for name in names if shapes[name] and not name.startswith(("lr_scheduler.", "dataloader."))]
-    return bool(arrays) and all(name.startswith(prefix) for name in arrays)
+    is_of_trained = bool(trained) and all(prefix + name in shapes for name in trained)
+    return is_of_trained or (bool(arrays) and all(name.startswith(prefix) for name in arrays))
 
 
 def _entry(path: Path, name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TensorEntry:
@@ -204,6 +211,8 @@ def _entry(path: Path, name: str, entry: Any, places: Mapping[tuple[str, tuple[i
         box = {"offsets": tuple(chunk.offsets), "sizes": tuple(chunk.sizes)}
         chunks.append(box | {"file": place.relative_path, "start": place.offset, "bytes": place.length})
     dtype = str(entry.properties.dtype).removeprefix("torch.")
+    if dtype not in ITEMSIZES:
+        raise ValueError(f"{path} has {name} in {dtype}: what is read are {', '.join(ITEMSIZES)}")
     return TensorEntry.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": chunks})
 
 
@@ -252,7 +261,12 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
     found = fitted.parameter_shapes()
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in found}
-    if faults := list(differences(found, wanted)):
+    faults = [
+        f"{name} is stored as {dtype}"
+        for name in wanted.keys() & found.keys()
+        if "float" not in (dtype := tensors[f"model.{name}"].dtype)
+    ]
+    if faults := [*differences(found, wanted), *sorted(faults)]:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise ValueError(f"the checkpoint {path} is of another model: {'; '.join(faults[:SHOWN])}{more}")
     return fitted

@@ -33,7 +33,7 @@ MAX_INDEX_BYTES = 1 << 26  # a tensor takes about 100
 _COMPARED_AT_ONCE = 1 << 23  # numbers
 
 
-def import_safetensors(model: "nn.Module", file: Path) -> None:
+def import_safetensors(model: "nn.Module", file: str | Path) -> None:
     """Fill the model's parameters from `file`: a .safetensors file, or the .index.json of several.
 
     `model` is plain or returned by `parallelize`: each rank reads only its own part, and converts it to the dtype of
@@ -54,6 +54,7 @@ def import_safetensors(model: "nn.Module", file: Path) -> None:
     from stretto.parallel.pipeline.stages import whole_model
     from stretto.train.checkpoint.state import sharded_state_of
 
+    file = Path(file)
     untie_as_in(model, file)
     with _open_weights(whole_model(model), file) as sources, torch.no_grad():
         held = saved_tensors(model)

@@ -20,12 +20,12 @@ from stretto.train.data.token_files import open_megatron, open_nanogpt
 
 
 def open_dataset(
-    path: str | list[str],
+    path: str | Path | Sequence[str | Path],
     *,
     weights: Sequence[float] | None = None,
     format: str = "auto",
     field: str = "text",
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     separator: str | None = None,
     document_mask: bool = True,
     model_folder: Path | None = None,
@@ -54,7 +54,7 @@ def open_dataset(
         raise ValueError(f"seq_len={seq_len} must be at least 1")
     if vocab is not None and vocab < 1:
         raise ValueError(f"vocab={vocab} must be at least 1")
-    paths = [path] if isinstance(path, str) else path
+    paths = [str(each) for each in ([path] if isinstance(path, str | Path) else path)]
     if weights is not None:
         _check_weights(weights, len(paths))
         each = partial(
@@ -110,10 +110,10 @@ def _check_weights(weights: Sequence[float], paths: int) -> None:
         raise ValueError(f"weights={list(weights)} must be {paths} numbers above 0, one for each path")
 
 
-def _tokenizer_file(name: str) -> Path:
+def _tokenizer_file(name: str | Path) -> Path:
     path = Path(os.path.expanduser(name))
     if path.is_dir():
-        raise ValueError(f"tokenizer={name!r} is a folder: name the file, {path / 'tokenizer.json'}")
+        raise ValueError(f"tokenizer={str(name)!r} is a folder: name the file, {path / 'tokenizer.json'}")
     return path
 
 

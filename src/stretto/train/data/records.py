@@ -132,13 +132,16 @@ def _first_byte(group: Any, field: str) -> int:
 
 
 def _read_arrow(file: Path, field: str) -> Iterator[tuple[Any, str]]:
-    """Read one file of a folder of `datasets.Dataset.save_to_disk`: batches in Arrow's stream format."""
+    """Read batches in Arrow's stream format, as `datasets.Dataset.save_to_disk` writes, or in its file format."""
     _require_pyarrow(file)
     import pyarrow
 
     row = place = 0
     try:
-        with pyarrow.OSFile(str(file)) as source, pyarrow.ipc.open_stream(source) as batches:
+        with pyarrow.OSFile(str(file)) as source:
+            if source.read(8) != b"ARROW1\0\0":  # after which a file has a stream, and then an index
+                source.seek(0)
+            batches = pyarrow.ipc.open_stream(source)
             names = batches.schema.names
             while field in names:
                 place = source.tell()
