@@ -16,6 +16,7 @@ from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
 
 from stretto.inference import Engine, Request, cache, divided_tokens, fused_blocks
 from stretto.inference import engine as engines
@@ -313,6 +314,39 @@ def test_settings_of_generate_that_an_engine_does_not_apply_are_named(settings: 
     assert not any(name in str(told[-1].message) for name in ("top_p", "no_repeat"))
 
 
+OWN = {"do_sample", "temperature", "top_k", "top_p"}  # which `Engine.generate` has, or has otherwise
+UNCHANGING = {"max_length", "renormalize_logits", "remove_invalid_values", "use_mtp", "prompt_lookup_num_tokens"}
+UNCHANGING |= {"assistant_early_exit"}  # the same tokens, found faster
+
+
+def what_generate_does(settings: GenerationConfig, model: Any) -> Any:
+    """The processors, criteria and mode of transformers' generate; an error's text for settings that it reads."""
+    settings._eos_token_tensor = torch.tensor([5])
+    ids = torch.tensor([[3, 4]])
+    try:
+        found = model._get_logits_processor(settings, input_ids_seq_length=2, encoder_input_ids=ids, device="cpu")
+        found += model._get_stopping_criteria(settings, stopping_criteria=None)
+        return [*map(type, found), settings.get_generation_mode()]
+    except (TypeError, ValueError, AttributeError) as error:
+        return str(error)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_setting_by_which_transformers_chooses_other_tokens_is_named() -> None:
+    model = make("llama")
+    plain = what_generate_does(GenerationConfig(do_sample=True), model)
+    read = set()
+    for name in set(GenerationConfig().to_dict()) - OWN - UNCHANGING:
+        for value in (2, 0.5, True, [[3]], "text"):
+            settings = GenerationConfig(do_sample=True)
+            setattr(settings, name, value)
+            if what_generate_does(settings, model) != plain:
+                read.add(name)
+                with pytest.warns(UserWarning, match=f"{name}="):
+                    engines._warn_of_settings(SimpleNamespace(generation_config=settings))
+    assert {"min_p", "stop_strings", "watermarking_config", "encoder_repetition_penalty", "min_new_tokens"} <= read
+
+
 @pytest.fixture(scope="module")
 def alone() -> Engine:
     return engine_of_one_rank()
@@ -431,6 +465,37 @@ def test_attention_that_runs_twice_in_a_layer_is_refused_and_the_model_goes_on()
     with pytest.raises(ValueError, match="DiffLlamaAttention attends twice in a pass, as differential attention does"):
         Engine(model, 2, 320)
     assert torch.equal(model(input_ids=tokens).logits, expected)
+
+
+def test_a_decoder_whose_forward_counts_other_positions_than_generate_gives_is_refused() -> None:
+    model = parallelize(hugging_face.causal_lm("roberta", is_decoder=True), Grid())
+    with pytest.raises(ValueError, match="RobertaForCausalLM counts positions from padding"):
+        Engine(model, 2, 320)
+
+
+@pytest.mark.parametrize("name", ["self_attn", "mlp", "mlp.gate_proj", "input_layernorm", ""], ids=str)
+def test_hooks_hold_if_the_engine_was_made_after_them_and_are_refused_later(name: str) -> None:
+    plain, model = make("llama"), make("llama")
+    seen: dict[bool, Tensor] = {}
+
+    def register(of: nn.Module, is_ours: bool) -> None:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            seen[is_ours] = first.clone()
+            first.add_(first.roll(1, -1))  # in place, as a steering vector is
+
+        of.get_submodule("model.layers.1").get_submodule(name).register_forward_hook(hook)
+
+    register(plain, False)
+    register(model, True)
+    engine = Engine(parallelize(model, Grid()), max_batch=1, cache_tokens=64)
+    given = prompts(1, (9,))[0]
+    expected = continued(plain, given, 1)
+    plain(input_ids=torch.tensor([given]))
+    assert engine.generate([given], 1) == [expected]
+    torch.testing.assert_close(seen[True], seen[False], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="Register it before the engine is made"):
+        register(model, True)
 
 
 def test_a_sum_of_one_rank_calls_no_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,8 @@ class Engine:
         self._check_room(sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size(), page)
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         fuser.fuse(self._longest)
+        for module in model.modules():
+            module.register_forward_hook = module.register_forward_pre_hook = _refuse_hook  # type: ignore[method-assign]
         self._divide_tokens(fuser, divide_from, like)
         self._runner.allocate(shapes, like, self._pages + 1)
         # Collectives of ranks that share a GPU go by way of the host, which no graph holds.
@@ -342,6 +344,14 @@ class FewTokens:
         return few is not None or not any(each.plan.max_rows is None for each in self._experts)
 
 
+def _refuse_hook(*_: Any, **__: Any) -> Any:
+    raise ValueError(
+        "this model is an engine's, whose kernels compute several modules at once, and whose CUDA graphs call none: a "
+        "hook would see other tensors, or be left out. Register it before the engine is made (with capture=False on "
+        "GPUs), which then leaves its module as it is"
+    )
+
+
 def _batch_sizes(max_batch: int) -> list[int]:
     """The sizes of batches that have a graph: powers of two up to 16, then multiples of 16, of 64 from 256 on."""
     sizes = [*(1 << power for power in range(5)), *range(32, 257, 16), *range(320, max_batch + 64, 64)]
@@ -356,12 +366,16 @@ def _stop_tokens(model: Any) -> frozenset[int]:
 
 
 _NEUTRAL = {
-    "repetition_penalty": 1, "guidance_scale": 1, "num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0,
-    "min_new_tokens": 0, "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None,
-    "begin_suppress_tokens": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None, "stop_strings": None,
+    "repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0, "guidance_scale": 1, "num_beams": 1, "penalty_alpha": 0, "dola_layers": None,
+    "constraints": None, "force_words_ids": None, "min_length": 0, "min_new_tokens": 0, "max_time": None,
+    "bad_words_ids": None, "sequence_bias": None, "suppress_tokens": None, "begin_suppress_tokens": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
+    "stop_strings": None, "token_healing": False, "watermarking_config": None,
+    "min_p": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0,
 }  # fmt: skip
-"""Generation settings that change which token is the best, or where a text ends, and values that change nothing."""
+"""Generation settings, other than those that `Engine.generate` has, that change which tokens are chosen or may be
+drawn, or where a text ends, and values that change nothing."""
 
 
 def _warn_of_settings(model: Any) -> None:

@@ -58,6 +58,8 @@ class BlockFuser:
         self._embeddings = [module for module in model.modules() if _is_plain_embedding(module)]
         self._norms = [module for module in model.modules() if _is_plain_norm(module)]
         self._blocks: list[Any] = [module for module in model.modules() if is_pre_norm_block(module)]
+        if any(_has_hooks(block, block.self_attn, block.mlp) for block in self._blocks):
+            self._blocks = []  # a hook may write to what the next block's norm, computed with this one's sum, reads
         for module in model.modules():
             if isinstance(module.forward, RotaryTables):  # of an engine before
                 module.forward = module.forward.own
@@ -72,7 +74,8 @@ class BlockFuser:
         """Note inputs and outputs of one pass."""
         parts = [part for block in self._blocks for part in (block.self_attn, block.mlp)]
         watched: list[nn.Module] = [*self._linears, *self._norms, *self._blocks, *parts]
-        handles = [module.register_forward_hook(self._note, with_kwargs=True) for module in watched]
+        # An engine before this one may have closed its modules to hooks.
+        handles = [nn.Module.register_forward_hook(module, self._note, with_kwargs=True) for module in watched]
         try:
             yield
         finally:
@@ -362,7 +365,7 @@ def _fuse_embedding(embedding: ParallelEmbedding, group: dist.ProcessGroup) -> N
 
 def _is_plain_embedding(module: nn.Module) -> TypeGuard[ParallelEmbedding]:
     """True for an embedding whose shard is looked up as it is, by a kernel."""
-    if not isinstance(module, ParallelEmbedding) or module._forward_hooks or module._forward_pre_hooks:
+    if not isinstance(module, ParallelEmbedding) or _has_hooks(module):
         return False
     own, compute = local(module.weight), module.plan.precision.compute
     is_known = compute in (None, own.dtype) and not module.plan.is_sharded
@@ -376,11 +379,15 @@ def _is_plain_linear(module: nn.Module) -> TypeGuard[ParallelLinear]:
     compute = module.plan.shard.precision.compute
     is_cast = compute is not None and any(parameter.dtype != compute for parameter in module.parameters())
     is_cast |= module.plan.shard.scaling is not None  # in fp8
-    return not (is_cast or module.plan.used_rows or module._forward_hooks or module._forward_pre_hooks)
+    return not (is_cast or module.plan.used_rows or _has_hooks(module))
 
 
 def _is_plain_norm(module: nn.Module) -> TypeGuard[ParallelNorm]:
-    return isinstance(module, ParallelNorm) and module.weight is not None and not module._forward_hooks
+    return isinstance(module, ParallelNorm) and module.weight is not None and not _has_hooks(module)
+
+
+def _has_hooks(*modules: nn.Module) -> bool:
+    return any(each._forward_hooks or each._forward_pre_hooks for each in modules)
 
 
 def _can_join(linears: Sequence[ParallelLinear]) -> bool:

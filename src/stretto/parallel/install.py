@@ -44,7 +44,7 @@ from stretto.parallel.layers.plain_parts import (
 from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
 from stretto.parallel.layout import has_layout
-from stretto.parallel.model_loss import install_loss, install_loss_of_rows
+from stretto.parallel.model_loss import balance_over_batch, install_loss, install_loss_of_rows
 from stretto.parallel.pipeline.cutting import wrap_forwards
 from stretto.parallel.place import PlacedBlocks, Placement
 from stretto.parallel.recomputation import checkpoint_activations
@@ -121,7 +121,9 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
     if parts is not None:  # after the hook that compares ranks' rows
         expands_again = options.recomputation.is_on and builder.tokens is None
         install_context(model, parts, expands_again=expands_again)
-    elif plan.is_pretrained and not options.invariant:  # whose attention is its own
+    if plan.is_pretrained:  # by a mask that context has cut
+        balance_over_batch(model, reducer)
+    if plan.is_pretrained and parts is None and not options.invariant:  # whose attention is its own
         install_packed(model)
     set_state(model, state)
     if isinstance(plan, ShardingPlan) and plan.sharded_blocks and builder.tokens is not None:

@@ -39,7 +39,6 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
         if loss is not None and not (calls and replace_loss_function(model, loss)):
             loss = None
         is_sharded = is_sharded and not changes_logits(model)
-        balance_over_batch(model, gradients)
         if grid.size(LOSS) > 1:
             means = MeansOverBatch(grid, is_averaged=gradients.averages)
             if loss is None:  # the model's own code, or a function that is not known, computes it
@@ -66,13 +65,12 @@ def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:
 def install_loss_of_rows(
     model: nn.Module, gradients: GradientReducer, *, is_pretrained: bool, overlaps: bool, is_fused: bool
 ) -> None:
-    """Have a model that is sharded by blocks compute its loss, and its routers' losses, over the global batch.
+    """Have a model that is sharded by blocks compute its loss, and losses of routers of stretto.models, over the global
+    batch.
 
     overlaps: whether a sum of routers' counts goes on while the model computes. is_fused: whether a loss that is known
     is computed by kernels.
     """
-    if is_pretrained:
-        balance_over_batch(model, gradients)
     for module in model.modules():
         if hasattr(module, "sum_over_ranks"):  # a router of stretto.models
             count_over_ranks(module, gradients, None, overlaps=overlaps)

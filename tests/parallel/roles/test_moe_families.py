@@ -272,7 +272,7 @@ def test_a_load_balancing_loss_that_stays_each_ranks_own_is_said_once(ranks):
 
 def masked(model: nn.Module, rows: slice = slice(None)) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of a batch whose last rows are shorter, without columns that none of `rows` needs."""
-    mask = torch.arange(SEQ_LEN) < torch.tensor([[SEQ_LEN], [7], [4], [5]])
+    mask = torch.arange(SEQ_LEN) < torch.tensor([[8], [7], [4], [5]])  # context=2 cuts rows in four
     tokens, labels = batch()
     used = slice(0, int(mask[rows].sum(1).max()))
     tokens, labels, mask = (each[rows, used] for each in (tokens, labels.where(mask, IGNORED), mask.long()))
@@ -286,9 +286,10 @@ def masked_on_grid(sizes: dict[str, Any]) -> tuple[float, dict[str, Tensor]]:
     return masked(parallelize(balanced("mixtral"), grid), my_rows(grid, BATCH))
 
 
-def test_a_load_balancing_loss_leaves_masked_tokens_out_on_all_ranks(ranks):
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"context": 2}], ids=str)
+def test_a_load_balancing_loss_leaves_masked_tokens_out_on_all_ranks(ranks, sizes):
     loss, gradients = masked(balanced("mixtral"))
-    for found, own in ranks(2).run(masked_on_grid, {"z": 2}):
+    for found, own in ranks(2).run(masked_on_grid, sizes):
         assert found == pytest.approx(loss, rel=TOLERANCE)
         for name, gradient in gradients.items():
             torch.testing.assert_close(own[name], gradient, rtol=TOLERANCE, atol=TOLERANCE)

@@ -9,7 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from stretto.huggingface.attention.linear_attention import linear_attentions_of
-from stretto.huggingface.context import LAYERS, attentions_of, count_layers, is_causal, refusal_of_attention
+from stretto.huggingface.context import (
+    LAYERS,
+    attentions_of,
+    count_layers,
+    is_causal,
+    refusal_of_attention,
+    refusal_of_default_positions,
+)
 
 NAME = "stretto_paged"
 """The `attn_implementation` of models that an engine runs."""
@@ -34,6 +41,8 @@ def refusal_of_decoding(model: Any, parameters: Sequence[str]) -> str | None:
         return why
     if not is_causal(model):
         return f"{kind} lets tokens attend to later ones"
+    if refusal_of_default_positions(model, {}) is not None:  # generate gives others, by which a trainer's logits differ
+        return f"{kind} counts positions from padding, which a token that is decoded does not know"
     if model.get_output_embeddings() is None:
         return f"{kind} has no head that predicts tokens"
     if any(isinstance(getattr(module, "sinks", None), Tensor) for module in attentions_of(model)):
