@@ -22,7 +22,6 @@ from stretto.memory.groups import make_node_group, next_group_number
 from stretto.ops.choices import find_agreed
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
-    DATA_PARALLEL,
     GroupProduct,
     Scales,
     count_store_parts,
@@ -105,14 +104,14 @@ class _Entry(NamedTuple):
 def launch_joint(
     operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype, returned: Tensor | None = None
 ) -> None:
-    """Launch the call by the configuration's schedule, or the operator's first; partial sums travel in `dtype`.
+    """Launch the call by the configuration's schedule, or copies of the operator's first; sums travel in `dtype`.
 
     returned: gets the gathered rows. ValueError for a schedule that the operator cannot have.
     """
     config = config.with_power_of_two_tiles()
     if not config.schedule:
         first = name_schedule(operator, CANDIDATES[operator][0], "kernel", find_group(product.group).size())
-        config = config._replace(schedule=first)
+        config = config._replace(schedule=first, transfer="copies")
     if config.transfer == "copies":
         _launch_by_copies(operator, config, product, dtype, returned)
         return
@@ -168,7 +167,6 @@ def _launch_by_copies(
         gemm = gemm._replace(stores_by_tma=fixed(True), out_parts=fixed(parts))
         stored = describe_matrix(target, (blocks.m, blocks.n // parts))
     column_tiles = divide_up(weight.shape[0], blocks.n)
-    stream_k, units = DATA_PARALLEL, len(plan.tiles) * column_tiles
     threads = 1 if tiles.INTERPRETED.value else 32 * blocks.num_warps
     tables: _CopiedTables = find_known(
         group, x.device,
@@ -176,9 +174,9 @@ def _launch_by_copies(
          block_channel.channels, width * dtype.itemsize),
         lambda: _make_copied_tables(joint, block_channel.channels, rank, column_tiles * threads, x.device),
     )  # fmt: skip
-    if gathers:  # tiles of own rows are multiplied in a loop over whole tiles
-        kept = tables.own_tiles * column_tiles
-        stream_k, units = make_stream_k(units, x.shape[1], blocks, landing.counters, kept)
+    # A gather's tiles of own rows are multiplied in a loop over whole tiles. The first counters are the channels'.
+    kept, arrivals = tables.own_tiles * column_tiles, landing.counters[divide_up(joint.channels, 4) * 4 :]
+    stream_k, units = make_stream_k(len(plan.tiles) * column_tiles, x.shape[1], blocks, arrivals, kept)
     start, stop = _find_bias_rows(joint, rank)
     own_bias = bias if tables.has_bias else None
     order = CopiedTiles(
