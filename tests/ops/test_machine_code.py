@@ -39,7 +39,6 @@ from stretto.ops.gemm import (
     count_store_parts,
     describe_gemm,
     describe_matrix,
-    describe_rows,
     has_power_of_two_columns,
     takes_tma,
 )
@@ -129,7 +128,7 @@ def describe_copied(blocks, a, weight, scales, target, bias, *, x=None, shares=D
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         stored = describe_matrix(target, (blocks.m, blocks.n // parts))
     table, rows, is_gather = torch.empty(64, dtype=torch.int32), len(a) // WORLD, x is not None
-    own = describe_rows(x, gemm) if is_gather and gemm.by_tma.value else None
+    own = describe_matrix(x, (blocks.m, blocks.k)) if is_gather and gemm.by_tma.value and takes_tma(x) else None
     own_scales = torch.empty(rows) if is_gather and scales is not None else None
     order = CopiedTiles(
         -(-len(a) // blocks.m), -(-rows // blocks.m) if is_gather else 0, rows, 0, len(a), table,

@@ -42,7 +42,6 @@ from stretto.ops.gemm import (
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
-    PEER_TILES,
     Autograd,
     abandon,
     copy_to,
@@ -427,10 +426,8 @@ def map_rows(
 
     A rank's rows are signalled together. They are sent in small tiles, so that all programs have some to push.
     """
-    # Powers of two, since a kernel is compiled for each of these numbers.
     moved = max(1, min(rows * world // movers, _MOVED_BYTES // row_bytes))
-    moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
-    producer = tiles.shard_tiles(rows, world, moved)
+    producer = tiles.shard_tiles(rows, world, 1 << (moved.bit_length() - 1))  # a kernel is compiled for each number
     return producer, tiles.whole_tiles(rows, world, block_rows, channel_rows=producer.channel_rows)
 
 
