@@ -53,9 +53,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "movers": ("direct", {"transfer": "programs"}),
     "programs": ("direct", {"transfer": "programs", "movers": 20}),
     "ring_programs": ("ring", {"transfer": "programs", "movers": 20}),
-    "own_programs": ("", {"transfer": "programs"}),
 }
-"""Other configurations by `--variants`, of an algorithm or ("") of the operator's own exchange."""
+"""Other configurations by `--variants`, of an algorithm."""
 CLOSE = 1.02
 _TILE_ROWS = 128  # of the simulated product
 
@@ -68,9 +67,7 @@ class JointSchedulesSetting:
     case: Annotated[str, Option("The model whose shapes are taken: `stretto bench ops`'.")] = "llama-3.1-8b"
     ms: Annotated[tuple[int, ...], Option("Rows of the whole.")] = (2048, 4096, 8192, 16384)
     ranks: Ranks = None
-    variants: Annotated[
-        bool, Option("Also other orders of tiles and resources, and operators' own.", "--variants/--no-variants")
-    ] = False
+    variants: Annotated[bool, Option("Also other orders of tiles and resources.", "--variants/--no-variants")] = False
     predicts: Annotated[bool, Option("Only simulate, with the cluster file's speeds.", "--predict/--no-predict")] = (
         False
     )
@@ -100,7 +97,6 @@ class Row:
     movers: float | None = column("direct, 16 programs (ms)", "{:.4f}")
     programs: float | None = column("direct, 20 programs (ms)", "{:.4f}")
     ring_programs: float | None = column("ring, 20 programs (ms)", "{:.4f}")
-    own_programs: float | None = column("own, programs (ms)", "{:.4f}")
     direct_simulated: float | None = column("simulated: direct", "{:.4f}")
     ring_simulated: float | None = column("ring", "{:.4f}")
     recursive_simulated: float | None = column("recursive", "{:.4f}")
@@ -180,10 +176,8 @@ def list_configs(setting: JointSchedulesSetting, operator: str, ranks: int) -> d
     algorithms = dict(zip(SHORT, CANDIDATES[operator], strict=True))
     ways: dict[str, tuple[str, dict[str, Any]]] = {short: (short, {}) for short in SHORT}
     for key, (short, changes) in (ways | (VARIANTS if setting.variants else {})).items():
-        config = KernelConfig()
-        if short:
-            config = KernelConfig(schedule=name_schedule(operator, algorithms[short], "kernel", ranks))
-        config = config._replace(**changes)
+        name = name_schedule(operator, algorithms[short], "kernel", ranks)
+        config = KernelConfig(schedule=name)._replace(**changes)
         if config not in configs.values() and (config.direction == "push" or is_gather(operator)):
             configs[key] = config
     return configs

@@ -126,7 +126,6 @@ _KINDS: dict[str, Callable[[float, Team], StressCase]] = {
     "rows by copies": _operator(
         OperatorVariant("all_gather_matmul", 128, 4096, 128, _TILES._replace(transfer="copies"))
     ),
-    "scattered tiles": _operator(OperatorVariant("matmul_reduce_scatter", 128, 4096, 128, _TILES)),
     # More tasks than programs, and more programs than the GPU has places for: two of eight warps with 128 registers a
     # thread fill a multiprocessor.
     "look-up": _look_up("wide", LookUp(dims=(2048, 1024), config=LaunchConfig(1, 8, 1, 8, 4, "mixed"))),

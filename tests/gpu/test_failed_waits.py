@@ -52,7 +52,6 @@ OPERATORS: dict[str, tuple[str, ops.KernelConfig]] = {
     "one shot": ("matmul_all_reduce", ops.KernelConfig(blocks=FEW, exchange="packets")),
     "two shots": ("matmul_all_reduce", ops.KernelConfig(blocks=FEW, exchange="packets", shots=2)),
     "scattered packets": ("matmul_reduce_scatter", ops.KernelConfig(blocks=FEW, exchange="packets")),
-    "scattered tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=TILES, transfer="programs")),
     "pushed rows": (
         "all_gather_matmul",
         ops.KernelConfig(blocks=TILES, transfer="programs", movers=8, piece_bytes=4096),
@@ -167,7 +166,7 @@ class Training:
             if self.way == "packets":
                 gradient.copy_(call_operator("one shot", self.group, gradient, self.identity))
             else:
-                own = call_operator("scattered tiles", self.group, gradient, self.identity)
+                own = call_operator("copied tiles", self.group, gradient, self.identity)
                 gradient.zero_()
                 gradient.chunk(2)[dist.get_rank()].copy_(own)
         self.optimizer.step()

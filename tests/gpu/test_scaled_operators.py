@@ -33,8 +33,8 @@ PLANS: dict[str, list[str | ops.KernelConfig]] = {
         "auto",
         "library",
         ops.KernelConfig(exchange="packets", blocks=ODD),
-        ops.KernelConfig(transfer="programs", blocks=BLOCKS),
-        ops.KernelConfig(transfer="programs", blocks=WIDE._replace(num_stages=3)),
+        ops.KernelConfig(blocks=BLOCKS),
+        ops.KernelConfig(blocks=WIDE._replace(programs=5)),  # the last wave's tiles are split
         ops.KernelConfig(transfer="copies", blocks=WIDE, piece_bytes=1 << 18),
     ],
     "reduce": ["auto", "library", *(ops.KernelConfig(exchange="packets", shots=shots, blocks=ODD) for shots in (1, 2))],

@@ -98,7 +98,6 @@ _BEFORE_ATOMICS = "Triton puts a barrier before this atomic by itself, since its
 
 _BARRIER_TESTS = (f"{_TILES}test_a_barrier_of_the_block_stands_between_a_tiles_stores_and_its_signal",)
 _GATHER_TESTS = (f"{_OPS}test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_made",)
-_SCATTER_TESTS = (f"{_OPS}test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait",)
 _JOIN_TESTS = (f"{_OPS}test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire",)
 _SLICE_TESTS = (f"{_EMBEDDING}test_a_slice_is_signalled_after_its_stores_and_a_barrier",)
 _EXCHANGE_TESTS = ("tests/ops/moe/test_exchange_kernels.py::test_rows_are_stored_before_their_signal_in_wide_pieces",)
@@ -355,54 +354,9 @@ MUTATIONS: tuple[Mutation, ...] = (
         _GATHER_TESTS,
     ),
     Mutation("all-gather", "fence", "before TMA's loads", (_NO_FENCE_BEFORE_TMA,), "all-gather/pu*", _GATHER_TESTS),
-    # GEMM + reduce-scatter.
+    # GEMM + reduce-scatter and + all-reduce.
     Mutation(
-        "reduce-scatter",
-        "barrier",
-        "before a queue's signal",
-        (_NO_BARRIER,),
-        "reduce-scatter/programs*",
-        _SCATTER_TESTS,
-    ),
-    Mutation(
-        "reduce-scatter",
-        "wait",
-        "for all queues",
-        (
-            Edit(
-                "ops/matmul_reduce_scatter.py",
-                "ready += tiles.consumer_tile_wait(channel, queues, source * programs, producer=queues)",
-                "ready += source * 0",
-            ),
-        ),
-        "reduce-scatter/programs*",
-        _SCATTER_TESTS,
-    ),
-    Mutation(
-        "reduce-scatter",
-        "wait",
-        "for tiles that copy engines push",
-        (
-            Edit(
-                "ops/joint/copies.py",
-                "tiles.rank_wait(self.channel, one.channel, one.sender)",
-                "pass",
-            ),
-        ),
-        "reduce-scatter/copies*",
-    ),
-    Mutation("reduce-scatter", "acquire", "of a wait", _NO_ACQUIRE, "reduce-scatter/*", _SCATTER_TESTS),
-    Mutation(
-        "reduce-scatter",
-        "fence",
-        "after TMA's stores",
-        (Edit("ops/matmul_reduce_scatter.py", "after_tma=gemm.stores_by_tma", "after_tma=False"),),
-        "reduce-scatter/programs*",
-        (f"{_OPS}test_tiles_are_pushed_by_tma_and_signalled_when_the_stores_are_done",),
-    ),
-    # GEMM + all-reduce.
-    Mutation(
-        "all-reduce",
+        "sums",
         "barrier",
         "before a part of a tile is counted",
         (
@@ -412,12 +366,12 @@ MUTATIONS: tuple[Mutation, ...] = (
                 "    _store_sum(gemm, partials, total, own)",
             ),
         ),
-        "all-reduce/*shared,all-gather/*shared",
+        "all-reduce/*shared,all-gather/*shared,reduce-scatter/copies-shared*",
         _JOIN_TESTS,
         equivalent=_BEFORE_ATOMICS,
     ),
     Mutation(
-        "all-reduce",
+        "sums",
         "wait",
         "for packets",
         (
@@ -430,7 +384,28 @@ MUTATIONS: tuple[Mutation, ...] = (
         "all-reduce/one*,all-reduce/two*",
     ),
     Mutation(
-        "all-reduce",
+        "sums",
+        "wait",
+        "for sums that copy engines push",
+        (
+            Edit(
+                "ops/joint/copies.py",
+                "tiles.rank_wait(self.channel, one.channel, one.sender)",
+                "pass",
+            ),
+        ),
+        "reduce-scatter/copies*",
+    ),
+    Mutation(
+        "sums",
+        "fence",
+        "after TMA's stores, before they are counted",
+        (Edit("ops/joint/kernel.py", "after_tma=gemm.stores_by_tma", "after_tma=False"),),
+        "reduce-scatter/copies*",
+        (f"{_OPS}test_threads_count_a_tile_after_their_stores_and_without_a_barrier",),
+    ),
+    Mutation(
+        "sums",
         "acquire",
         "of who joins a tile's parts",
         (Edit("ops/gemm.py", 'sem="acq_rel", scope="gpu"', 'sem="release", scope="gpu"'),),
@@ -438,7 +413,7 @@ MUTATIONS: tuple[Mutation, ...] = (
         _JOIN_TESTS,
     ),
     Mutation(
-        "all-reduce",
+        "sums",
         "fence",
         "release of a tile's part",
         (Edit("ops/gemm.py", 'sem="acq_rel", scope="gpu"', 'sem="acquire", scope="gpu"'),),

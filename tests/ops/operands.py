@@ -11,8 +11,6 @@ from stretto import ops
 # As attributes of the package these are the functions.
 gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
 
-scatter_module = importlib.import_module("stretto.ops.matmul_reduce_scatter")
-
 
 def random_of(rank, *shape, dtype=torch.float32, seed=0):
     """The same numbers on whichever rank asks for them."""
@@ -34,9 +32,7 @@ BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)
 PLANS = {
     "copies": ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512),
     "pushes": ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=512),
-    "unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=3, is_shifted=False),
-    "tiles": ops.KernelConfig(blocks=BLOCKS, transfer="programs"),
-    "tiles, unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="programs", is_shifted=False),
+    "split": ops.KernelConfig(blocks=BLOCKS._replace(k=16, programs=5), transfer="copies", piece_bytes=512),
     "copies, unshifted": ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512, is_shifted=False),
     "packets": ops.KernelConfig(blocks=BLOCKS, exchange="packets"),
     "one shot": ops.KernelConfig(blocks=BLOCKS, exchange="packets", shots=1),

@@ -29,7 +29,6 @@ from stretto.ops.operator import FP8, OperatorWorkspace
 
 # As attributes of the package these are the functions.
 gather_module = importlib.import_module("stretto.ops.all_gather_matmul")
-scatter_module = importlib.import_module("stretto.ops.matmul_reduce_scatter")
 
 WORLD = 4
 _MIN_ADDRESS = 1 << 32
@@ -121,19 +120,17 @@ class Kind(NamedTuple):
     by_columns: bool
     bias: torch.dtype | None
     is_odd: bool
-    is_shifted: bool
     out_dtype: torch.dtype
     scale_steps: tuple[int, int]
 
 
 CHOICES: dict[str, list[Any]] = {
-    "name": ["gather", "scatter", "few"],
+    "name": ["gather", "few"],
     "shape": [(64, 128, 128), (128, 128, 128), (66, 128, 65), (64, 1, 128)],  # rows of a rank, n, k
     "dtype": [torch.bfloat16, torch.float32, FP8],
     "by_columns": [False, True],
     "bias": [None, torch.float32, torch.bfloat16],
     "is_odd": [False, True],  # nothing begins at a multiple of 16 bytes
-    "is_shifted": [True, False],
     "out_dtype": [torch.bfloat16, torch.float32],
     "scale_steps": [(1, 1), (0, 1), (1, 0), (3, 16)],  # between one row's factor and the next one's, and columns'
 }
@@ -167,7 +164,7 @@ def make_call(kind: Kind) -> Any:
 
     weight = make(k, n).t() if kind.by_columns and not is_fp8 else make(n, k)
     bias = None if kind.bias is None else torch.zeros(n, dtype=kind.bias)
-    plan = KernelConfig(blocks=BLOCKS, transfer="programs", movers=2, piece_bytes=1 << 13, is_shifted=kind.is_shifted)
+    plan = KernelConfig(blocks=BLOCKS, transfer="programs", movers=2)
     x = make(rows, k) if kind.name == "gather" else make(WORLD * rows, k)
     scales = Scales(*map(make_scale, (x.shape[0], n), kind.scale_steps)) if is_fp8 else None
     return kind.name, plan, x, weight, bias, kind.out_dtype if is_fp8 else kind.dtype, scales
@@ -300,8 +297,6 @@ def run_call(call: Any) -> None:
         case "few":
             plan = plan._replace(blocks=plan.blocks._replace(m=16))
             small_m.launch("matmul_reduce_scatter", "scatter", plan, product, WORLD)
-        case "scatter":
-            scatter_module.launch_scatter(plan, product, dtype)
 
 
 def main(seed: int, calls: int) -> None:
@@ -311,10 +306,8 @@ def main(seed: int, calls: int) -> None:
     follow_launches()
     patch_embedding()
     workspaces = {purpose: make_workspace(purpose) for purpose in ("double_buffered", "barrier", "packets")}
-    for module in (gather_module, scatter_module, small_m):
+    for module in (gather_module, small_m):
         module.find_workspace = lambda _name, _device, _size, purpose: workspaces[purpose]
-    scatter_module.find_group = lambda _: SimpleNamespace(size=lambda: WORLD)
-    tiles.rank_await_count = tiles.host.rank_await_count = lambda *_: None  # nothing is counted, as no kernel runs
 
     def run(kind: Any, number: int) -> None:
         if isinstance(kind, LookUp | Alone):

@@ -22,7 +22,7 @@ from stretto.ops.config import (
     Machine,
     decode,
     default_config,
-    find_fastest_kernel,
+    default_kernel,
     require_config,
 )
 from stretto.ops.joint import launch as joint_module
@@ -87,7 +87,8 @@ def test_gathered_rows_are_returned_by_copies_alone_whatever_was_asked_for():
     ("operator", "m", "group_rows"),
     [
         ("all_gather_matmul", 256, 2),  # programs push: tiles of all four ranks' rows go together
-        ("all_gather_matmul", 1024, 2),  # copy engines push: those of one rank's
+        ("all_gather_matmul", 512, 1),  # copy engines push: those of one rank's
+        ("all_gather_matmul", 1024, 2),
         ("all_gather_matmul", 8192, 4),
         ("matmul_reduce_scatter", 512, 1),
         ("matmul_reduce_scatter", 1024, 2),
@@ -95,7 +96,7 @@ def test_gathered_rows_are_returned_by_copies_alone_whatever_was_asked_for():
 )
 def test_tiles_are_grouped_by_the_arrival_of_their_rows(operator, m, group_rows):
     call = call_of(operator, m)
-    default, _ = find_fastest_kernel(call, HOPPER)
+    default = default_kernel(call, HOPPER)
     assert default.blocks.group_rows == group_rows
     rows = m if default.transfer == "programs" and operator == "all_gather_matmul" else m // 4
     tried = [plan.blocks for plan in vary_blocks(call, HOPPER)]
@@ -295,8 +296,7 @@ def test_a_kernel_that_waits_for_copies_leaves_them_room_where_ranks_share_a_gpu
     gpus.leave_room_for_copies.cache_clear()
 
 
-@pytest.mark.parametrize(("transfer", "programs"), [("copies", 132), ("programs", 99)])
-def test_only_a_gather_whose_programs_wait_has_fewer_programs_than_multiprocessors(transfer, programs):
-    given = KernelConfig(transfer=transfer).encode()
-    chosen, _ = choices._choose(SimpleNamespace(obstacle=None), call_of("all_gather_matmul", 512), HOPPER, given)
-    assert chosen.blocks.programs == programs
+@pytest.mark.parametrize(("m", "transfer", "programs"), [(512, "copies", 132), (256, "programs", 99)])
+def test_only_a_gather_whose_programs_wait_has_fewer_programs_than_multiprocessors(m, transfer, programs):
+    chosen = default_kernel(call_of("all_gather_matmul", m), HOPPER)
+    assert (chosen.transfer, chosen.blocks.programs) == (transfer, programs)

@@ -33,7 +33,6 @@ CALLS = {
     "one shot": ("matmul_all_reduce", ops.KernelConfig(blocks=BLOCKS, exchange="packets")),
     "two shots": ("matmul_all_reduce", ops.KernelConfig(blocks=BLOCKS, exchange="packets", shots=2)),
     "scattered packets": ("matmul_reduce_scatter", ops.KernelConfig(blocks=BLOCKS, exchange="packets")),
-    "tiles": ("matmul_reduce_scatter", ops.KernelConfig(blocks=BLOCKS, transfer="programs")),
     "tiles by copies": ("matmul_reduce_scatter", ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512)),
     "pushes": ("all_gather_matmul", ops.KernelConfig(blocks=BLOCKS, transfer="programs", movers=2)),
     "copies": ("all_gather_matmul", ops.KernelConfig(blocks=BLOCKS, transfer="copies", piece_bytes=512)),
@@ -181,9 +180,7 @@ def fail_half_way(way):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "way", ["one shot", "two shots", "scattered packets", "tiles", "tiles by copies", "pushes", "copies"]
-)
+@pytest.mark.parametrize("way", ["one shot", "two shots", "scattered packets", "tiles by copies", "pushes", "copies"])
 def test_a_call_that_failed_half_way_on_all_ranks_does_not_harm_the_next(interpret, way):
     for results in interpret(2, fail_half_way, way):
         assert all(found == [True] * 3 for found in results.values()), results

@@ -4,7 +4,6 @@ and nothing above its wait.
 """
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,15 +26,9 @@ from tests.tiles.machine_code import (
     make_channel,
 )
 from torch.torch_version import TorchVersion
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stretto import tiles
-from stretto.ops.all_gather_matmul import (
-    GatherShard,
-    RowMoves,
-    all_gather_gemm_by_programs,
-    map_rows,
-)
+from stretto.ops.all_gather_matmul import PushedRows, all_gather_gemm_by_programs, map_rows
 from stretto.ops.config import GemmProblem, KernelConfig, Machine, default_blocks
 from stretto.ops.gemm import (
     DATA_PARALLEL,
@@ -46,12 +39,10 @@ from stretto.ops.gemm import (
     count_store_parts,
     describe_gemm,
     describe_matrix,
-    describe_rows,
     has_power_of_two_columns,
     takes_tma,
 )
 from stretto.ops.joint.kernel import CopiedTiles, add_rows, joint_gemm_by_copies
-from stretto.ops.matmul_reduce_scatter import OwnedRows, StagedSums, describe_push, gemm_reduce_scatter, map_queues
 from stretto.ops.operator import FP8
 from stretto.ops.small_m import PacketExchange, gemm_exchange
 from stretto.ops.tuning import vary_blocks
@@ -59,7 +50,6 @@ from stretto.tiles import begin_call
 from stretto.tiles.compile_only import compile_kernel, count_shared_bytes
 
 WIDE = Blocks(128, 256, 64, 2, 8, 4, 132)
-PUSHED = WIDE._replace(num_stages=3)
 NARROW = Blocks(128, 128, 64, 2, 4, 3, 264)
 DEEP = Blocks(128, 128, 128, 2, 8, 3, 132)
 BY_POINTERS = Blocks(128, 128, 32, 8, 8, 3, 132)
@@ -104,19 +94,16 @@ def gather_arguments(
     out, x = torch.empty(WORLD * rows, n, dtype=out_dtype), torch.empty(rows, k, dtype=dtype)
     if transfer == "copies":
         return describe_copied(blocks, gathered, weight, scales, out, bias, x=x, shares=shares)
-    producer, consumer = map_rows(rows, WORLD, KernelConfig(blocks=blocks, transfer=transfer), k * dtype.itemsize)
+    producer, consumer = map_rows(rows, WORLD, 16, blocks.m, k * dtype.itemsize)
     odd = not has_power_of_two_columns(blocks)
     gemm, a, b, c = describe_gemm(gathered, weight, out, blocks, scales=scales, in_parts=odd)
     channel = begun_in_kernel("broadcast")
-    direct = tl.constexpr(rows % blocks.m == 0 and not odd)
-    own = describe_rows(x, gemm)
-    shard = GatherShard(rows, None if scales is None else torch.empty(rows), direct, tl.constexpr(True))
-    moves = RowMoves(x, gathered, rows, 1 << 18, 16)
-    return channel, producer, consumer, gemm, shares, shard, moves, own, a, b, bias, c
+    pushed = PushedRows(x, None if scales is None else torch.empty(rows), rows, gathered, rows, 1 << 18, 16)
+    return channel, producer, consumer, gemm, shares, pushed, a, b, bias, c
 
 
-def scatter_arguments(
-    blocks=PUSHED,
+def copied_arguments(
+    blocks=WIDE,
     rows=ROWS,
     n=N,
     k=K,
@@ -126,24 +113,10 @@ def scatter_arguments(
     by_tma=True,
     sums=None,
 ):
-    x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
-    gemm, a, b, _ = describe_gemm(x, weight, None, blocks, scales=scales)
-    out, staging = torch.empty(rows, n, dtype=out_dtype), torch.empty(1, blocks.n, dtype=sums or out_dtype)
-    pushed, parts = None, count_store_parts(blocks, dtype.itemsize, staging.element_size())
-    if by_tma and gemm.by_tma.value and parts:
-        gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
-        pushed = TensorDescriptor(staging, [1 << 20, blocks.n], [blocks.n, 1], [blocks.m, blocks.n // parts])
-    queues = map_queues(WORLD, blocks.programs)
-    staged = StagedSums(staging, 1 << 20, 5)
-    owned = OwnedRows(rows, 99, tl.constexpr(True))
-    return begun_in_kernel("broadcast"), queues, gemm, shares, owned, a, b, staged, pushed, bias, out
-
-
-def copied_arguments(blocks=WIDE, rows=ROWS, n=N, k=K, transposed=False, dtype=torch.bfloat16, by_tma=True, sums=None):
     """The arguments of a reduction's product. by_tma: TMA stores tiles, if it can, and so the loop is flattened."""
     x, weight, bias, out_dtype, scales = matrices(rows, n, k, transposed, dtype)
     product = torch.empty(WORLD * rows, n, dtype=sums or out_dtype)
-    return describe_copied(blocks, x, weight, scales, product, bias, by_tma=by_tma)
+    return describe_copied(blocks, x, weight, scales, product, bias, shares=shares, by_tma=by_tma)
 
 
 def describe_copied(blocks, a, weight, scales, target, bias, *, x=None, shares=DATA_PARALLEL, by_tma=True):
@@ -155,7 +128,7 @@ def describe_copied(blocks, a, weight, scales, target, bias, *, x=None, shares=D
         gemm = gemm._replace(stores_by_tma=tl.constexpr(True), out_parts=tl.constexpr(parts))
         stored = describe_matrix(target, (blocks.m, blocks.n // parts))
     table, rows, is_gather = torch.empty(64, dtype=torch.int32), len(a) // WORLD, x is not None
-    own = describe_rows(x, gemm) if is_gather and gemm.by_tma.value else None
+    own = describe_matrix(x, (blocks.m, blocks.k)) if is_gather and gemm.by_tma.value and takes_tma(x) else None
     own_scales = torch.empty(rows) if is_gather and scales is not None else None
     order = CopiedTiles(
         -(-len(a) // blocks.m), -(-rows // blocks.m) if is_gather else 0, rows, 0, len(a), table,
@@ -191,24 +164,18 @@ def exchange_arguments(
 
 KERNELS = {
     "gather": (joint_gemm_by_copies, gather_arguments),
-    "scatter": (gemm_reduce_scatter, scatter_arguments),
     "exchange": (gemm_exchange, exchange_arguments),
     "copied": (joint_gemm_by_copies, copied_arguments),
 }
 OPERATORS = {
     "gather": "all_gather_matmul",
-    "scatter": "matmul_reduce_scatter",
     "exchange": "matmul_all_reduce",
     "copied": "matmul_reduce_scatter",
 }
-LARGE = ["gather", "scatter", "copied"]
+LARGE = ["gather", "copied"]
 SHARED = StreamK(132, 16, 8, torch.empty(1), WORDS)  # of the last wave's tiles, in halves
-LOOPS = {
-    "gather": 2,
-    "scatter": 1,
-    "exchange": 1,
-    "copied": 1,
-}  # loops over k: a gather's over own rows, and over those that come
+LOOPS = {"gather": 2, "exchange": 1, "copied": 1}
+"""Loops over k: a gather's by copies over own rows, and over those that come."""
 
 
 def find_kernel(name, transfer="copies", **_):
@@ -279,7 +246,8 @@ def test_gathered_rows_are_loaded_after_the_wait_and_from_coordinates_that_it_ma
     loads = tma_loads(lines)
     waited = {descriptor for _, guarded, descriptor in loads if guarded}
     assert len(waited) == 1  # the gathered rows' descriptor
-    assert sum(descriptor in waited for _, _, descriptor in loads) == len(loads) // 4  # half of the second loop's
+    of_loops = 1 if transfer == "programs" else 2  # of which own rows' has as many loads
+    assert sum(descriptor in waited for _, _, descriptor in loads) == len(loads) // (2 * of_loops)
     assert all(guarded == (descriptor in waited) for _, guarded, descriptor in loads)
     acquire = find(lines, ACQUIRE)
     assert all(number > acquire for number, _, descriptor in loads if descriptor in waited)
@@ -308,8 +276,6 @@ def find_depths(ttgir):
     [
         ("gather", WIDE),
         ("gather", NARROW),
-        ("scatter", WIDE),
-        ("scatter", PUSHED),
         ("copied", WIDE),
         ("copied", NARROW),
     ],
@@ -324,60 +290,23 @@ def test_loops_over_whole_tiles_are_flattened_and_pipelined(name, blocks):
     assert sum(guarded for _, guarded, _ in loads) == (blocks.num_stages if name == "gather" else 0)
 
 
-@pytest.mark.parametrize("name", ["scatter", "copied"])
-def test_sums_in_fp32_fit_beside_the_loads_by_pointers_too(name):
+def test_sums_in_fp32_fit_beside_the_loads_by_pointers_too():
     blocks = WIDE._replace(num_stages=3)
-    kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks, k=K - 3, sums=torch.float32)
+    arguments = copied_arguments(blocks, k=K - 3, sums=torch.float32)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    assert count_shared_bytes(kernel, arguments, options, "sm_90") + 1024 <= 228 << 10
-
-
-@pytest.mark.parametrize("blocks", [WIDE, pytest.param(DEEP, marks=pytest.mark.exhaustive)])
-def test_tiles_that_tma_cannot_push_are_stored_by_pointers_beside_the_loads_by_tma(blocks):
-    """Buffers of ranks may lie too far apart for one TMA descriptor, or no whole number of rows apart."""
-    x, weight, _, _, _ = matrices(ROWS, N, K, False, torch.bfloat16)
-    gemm, *_ = describe_gemm(x, weight, None, blocks)
-    buffer = torch.empty(1 << 20, dtype=torch.float32)
-    stages = {}
-    for distance in (1 << 21, 1 << 42, 520):
-        channel = SimpleNamespace(distances=[0, distance], tensor=lambda *_, **__: buffer)
-        _, pushed, _, stages[distance] = describe_push(channel, gemm, blocks, 2, buffer)
-        assert (pushed is None) == (distance != 1 << 21)
-    assert stages == {1 << 21: blocks.num_stages, 1 << 42: blocks.num_stages - 1, 520: blocks.num_stages - 1}
-    arguments = scatter_arguments(blocks, sums=torch.float32, by_tma=False)
-    options = {"num_warps": blocks.num_warps, "num_stages": stages[520]}
-    assert count_shared_bytes(gemm_reduce_scatter, arguments, options, "sm_90") <= 227 << 10
+    assert count_shared_bytes(joint_gemm_by_copies, arguments, options, "sm_90") + 1024 <= 228 << 10
 
 
 @pytest.mark.long
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("name", "blocks"),
-    [
-        ("scatter", WIDE),
-        pytest.param("scatter", NARROW, marks=fails_by_triton_3_9("spills 12 bytes")),
-        pytest.param("copied", WIDE, marks=pytest.mark.long),
-        ("copied", NARROW),
-    ],
-)
-def test_sums_in_fp32_of_16_bit_operands_are_stored_by_tma_beside_the_loads(name, blocks, tmp_path):
-    kernel, arguments = KERNELS[name][0], KERNELS[name][1](blocks, sums=torch.float32)
+@pytest.mark.parametrize("blocks", [pytest.param(WIDE, marks=pytest.mark.long), NARROW])
+def test_sums_in_fp32_of_16_bit_operands_are_stored_by_tma_beside_the_loads(blocks, tmp_path):
+    kernel, arguments = joint_gemm_by_copies, copied_arguments(blocks, sums=torch.float32)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     assert count_shared_bytes(kernel, arguments, options, "sm_90") + 1024 <= (228 << 10) * 132 // blocks.programs
     lines = compile_to_ptx(kernel, arguments, **options)
     assert sum("cp.async.bulk.tensor.2d.global" in line for line in lines) >= 4
     assert find_spills(lines, tmp_path) == 0
-
-
-@pytest.mark.parametrize(("blocks", "parts"), [(PUSHED, 1), (WIDE, 2), (NARROW, 2)])
-def test_tiles_are_pushed_by_tma_and_signalled_when_the_stores_are_done(blocks, parts):
-    lines = to_ptx("scatter", blocks=blocks)
-    assert count_store_parts(blocks, 2, 2) == parts
-    assert any("cp.async.bulk.tensor.2d.global" in line for line in lines)
-    done = find(lines, r"cp\.async\.bulk\.wait_group 0")
-    release = find(lines, RELEASE)
-    assert done < find(lines, r"bar\.sync", done) < release
-    assert not any("cp.async.bulk" in line or "st.global" in line for line in lines[done + 1 : release])
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
@@ -407,22 +336,6 @@ def test_sums_go_by_16_bytes_and_leave_a_place_beside_the_product(tmp_path):
         programs, threads = blocks.programs // 132, 32 * blocks.num_warps
         product = threads * programs * count_registers(to_ptx("copied", blocks=blocks), tmp_path)
         assert product + registers <= 1 << 16
-
-
-@pytest.mark.parametrize("by_tma", [False, True])
-@pytest.mark.parametrize("target", NVIDIA)
-def test_partial_sums_are_signalled_after_a_barrier_and_loaded_through_the_wait(target, by_tma):
-    lines = to_ptx("scatter", target, by_tma=by_tma)
-    releases = [number for number, line in enumerate(lines) if re.search(RELEASE + r"\.add", line)]
-    assert releases
-    for release in releases:
-        before = [line for line in lines[:release] if re.search(r"st\.global|bar\.sync", line)]
-        assert before[-1].startswith("bar.sync"), before[-3:]
-    wide = addresses(lines, r"ld\.global\.v4\.b32")
-    assert wide  # partial sums are loaded by 16 bytes
-    assert sum(not depends_on(lines, register, ZERO) for _, register in wide) <= 4  # the bias of each quarter
-    assert not any(guarded for _, guarded, _ in tma_loads(lines))  # x and weight wait for nobody
-    assert not any(re.search(r"sys\.relaxed|relaxed\.sys", line) for line in lines)
 
 
 def test_programs_move_rows_by_16_bytes_and_signal_after_a_barrier():
@@ -488,13 +401,15 @@ def test_steps_that_programs_share_are_joined_after_a_barrier_and_an_acquire():
 
 @pytest.mark.long
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("name", "sizes"), [("gather", {}), ("gather", {"transfer": "programs"}), ("scatter", {})])
-def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "sizes", "loops"), [("gather", {}, 2), ("gather", {"transfer": "programs"}, 1), ("copied", {}, 2)]
+)
+def test_tiles_that_are_cut_cost_the_loop_nothing(name, sizes, loops, tmp_path):
     sizes = sizes | {"shares": SHARED}
     lines = to_ptx(name, **sizes)
-    assert len(tma_loads(lines)) == 2 * WIDE.num_stages * LOOPS[name]
+    assert len(tma_loads(lines)) == 2 * WIDE.num_stages * loops
     joins = [number for number, line in enumerate(lines) if re.search(r"atom\.\S*acq_rel\S*\.add", line)]
-    assert bool(joins) == (name == "gather")  # a scatter's parts are sums like others
+    assert joins
     for join in joins:
         before = [line for line in lines[:join] if re.search(r"st\.global|bar\.sync", line)]
         assert before[-1].startswith("bar.sync")
@@ -532,7 +447,7 @@ def test_the_default_tiles_of_any_size_compile(name, m, dtype):
         ("exchange", 1),
         pytest.param("exchange", 64, marks=pytest.mark.long),
         ("gather", 512),
-        *(pytest.param(name, 512, marks=pytest.mark.long) for name in ("scatter", "copied")),
+        pytest.param("copied", 512, marks=pytest.mark.long),
         *(pytest.param(name, 16384, marks=pytest.mark.exhaustive) for name in LARGE),
         *(
             pytest.param(name, m, marks=pytest.mark.exhaustive)

@@ -7,10 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops.operands import PLANS, find_plan, gather_module, random_of, relative_error, scatter_module
+from tests.ops.operands import PLANS, find_plan, gather_module, random_of, relative_error
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from stretto import ops
+from stretto.ops import small_m
 from stretto.ops.joint import launch as joint_module
 from stretto.ops.operator import _caches
 
@@ -38,7 +39,7 @@ def call_in_many_shapes(calls, seed):
         rows, n, k = (int(size) for size in torch.randint(1, 70, (3,), generator=generator))
         gathers, scatters, reduces = (
             names[int(torch.randint(len(names), (1,), generator=generator))]
-            for names in (("copies", "pushes"), ("tiles", "packets"), ("one shot", "two shots"))
+            for names in (("copies", "pushes"), ("copies", "packets"), ("one shot", "two shots"))
         )
         group = pairs[rank // 2] if call % 2 and rank // 2 < len(pairs) else None
         if call % 2 and group is None:
@@ -107,7 +108,8 @@ def fall_behind(name, plan, calls):
         ("gather", "copies"): (joint_module, "joint_gemm_by_copies"),
         ("gather", "pushes"): (gather_module, "all_gather_gemm_by_programs"),
         ("scatter", "copies"): (joint_module, "add_rows"),
-    }.get((name, plan), (scatter_module, "gemm_reduce_scatter"))
+        ("scatter", "packets"): (small_m, "gemm_exchange"),
+    }[name, plan]
     launch = getattr(module, kernel)
 
     class Late:
@@ -137,7 +139,7 @@ def fall_behind(name, plan, calls):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [("gather", "copies"), ("gather", "pushes"), ("scatter", "tiles"), ("scatter", "copies"), ("scatter", "packets")],
+    [("gather", "copies"), ("gather", "pushes"), ("scatter", "copies"), ("scatter", "packets")],
 )
 def test_a_rank_that_is_a_call_behind_receives_its_calls_data(interpret, name, plan):
     assert interpret(2, fall_behind, name, plan, 5) == [[], []]
@@ -156,7 +158,6 @@ def call_after_a_failed_launch(operator, plan):
         ("all_gather_matmul", "copies"): (joint_module, "joint_gemm_by_copies"),
         ("all_gather_matmul", "pushes"): (gather_module, "all_gather_gemm_by_programs"),
         ("matmul_reduce_scatter", "copies"): (joint_module, "joint_gemm_by_copies"),
-        ("matmul_reduce_scatter", "tiles"): (scatter_module, "gemm_reduce_scatter"),
     }[operator, plan]
     rank, call = dist.get_rank(), getattr(ops, operator)
     x, weight = random_of(rank, 40, 32), random_of(10 + rank, 24, 32)
@@ -172,7 +173,6 @@ def call_after_a_failed_launch(operator, plan):
         ("all_gather_matmul", "copies"),
         ("all_gather_matmul", "pushes"),
         ("matmul_reduce_scatter", "copies"),
-        ("matmul_reduce_scatter", "tiles"),
     ],
 )
 def test_a_kernel_that_cannot_be_launched_costs_its_own_call_alone(interpret, operator, plan):

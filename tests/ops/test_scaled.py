@@ -14,11 +14,11 @@ from stretto import ops
 from stretto.ops import choices
 from stretto.ops.scaled import align_scales, all_gather_scaled_matmul_gathered
 
-GATHERS = ["copies", "pushes", "unshifted", "wide, pushes", "auto", "library"]
+GATHERS = ["copies", "copies, unshifted", "pushes", "wide, pushes", "auto", "library"]
 
-SCATTERS = ["tiles", "copies", "packets", "wide", "auto", "library"]
+SCATTERS = ["copies", "split", "packets", "wide", "auto", "library"]
 
-REDUCES = ["one shot", "two shots", "wide, two shots", "shared", "tiles", "copies", "auto", "library"]
+REDUCES = ["one shot", "two shots", "wide, two shots", "shared", "copies", "auto", "library"]
 
 CASES = [
     (2, (64, 64, 64), ("rows", "rows"), torch.bfloat16, False),
@@ -64,6 +64,7 @@ PLANS = {
     "wide": ops.KernelConfig(blocks=BLOCKS._replace(n=48), exchange="packets"),
     "wide, two shots": ops.KernelConfig(blocks=BLOCKS._replace(n=80), exchange="packets", shots=2),
     "wide, pushes": ops.KernelConfig(blocks=BLOCKS._replace(n=48), transfer="programs", movers=2, piece_bytes=512),
+    "split": ops.KernelConfig(blocks=BLOCKS._replace(programs=5), piece_bytes=512),
     "shared": ops.KernelConfig(blocks=BLOCKS._replace(programs=5), exchange="packets"),
 }
 """Those of other dtypes, and some whose steps over k are as long as fp8 takes them."""

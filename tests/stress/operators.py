@@ -20,7 +20,6 @@ ENTRIES = 6
 BEGIN = "tiles.calls.begin_call"
 GATHER_BY_PROGRAMS = "ops.all_gather_matmul.all_gather_gemm_by_programs"
 DEFAULT: tuple[str, ...] = ()  # the kernel of a default plan depends on the machine and the number of ranks
-SCATTER = "ops.matmul_reduce_scatter.gemm_reduce_scatter"
 FEW_ROWS = "ops.small_m.gemm_exchange"
 JOINT = "ops.joint.kernel.joint_gemm"
 JOINT_COPIED = "ops.joint.kernel.joint_gemm_by_copies"
@@ -317,7 +316,6 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
     "push-ragged": ("tiles with rows of two ranks", OperatorVariant("", 50, 192, 128, PUSH)),
     "push-pointers": ("operands that TMA does not take, fp16", OperatorVariant("", 33, 131, 77, PUSH, FP16)),
     "push-transposed": ("weight transposed", OperatorVariant("", 64, 192, 128, PUSH, is_transposed=True)),
-    "push-unshifted": ("tiles begin with rank 0's rows", OperatorVariant("", 64, 192, 128, PUSH._replace(**UNSHIFTED))),
     "push-odd": ("tiles of 96 columns, in parts", OperatorVariant("", 64, 192, 128, PUSH._replace(blocks=ODD))),
     "push-few": ("one row a rank", OperatorVariant("", 1, 512, 256, PUSH._replace(blocks=FEW), has_bias=True)),
     "push-one-mover": ("one program moves all rows", OperatorVariant("", 64, 192, 128, PUSH._replace(movers=1))),
@@ -351,23 +349,16 @@ _GATHERS: dict[str, tuple[str, OperatorVariant]] = {
 }
 
 _SCATTERS: dict[str, tuple[str, OperatorVariant]] = {
-    "programs": ("the kernel stores tiles to their owners", OperatorVariant("", 64, 192, 128, PUSH)),
-    "programs-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, PUSH, FP32, has_bias=True)),
-    "programs-sums-fp32": (
-        "bf16, whose sums travel in fp32",
-        OperatorVariant("", 64, 192, 128, PUSH, reduce_dtype=FP32),
-    ),
-    "programs-pointers": ("operands that TMA does not take, fp16", OperatorVariant("", 33, 131, 77, PUSH, FP16)),
-    "programs-unshifted": (
-        "tiles begin with rank 0's rows",
-        OperatorVariant("", 64, 192, 128, PUSH._replace(**UNSHIFTED)),
-    ),
-    "programs-transposed": ("weight transposed", OperatorVariant("", 64, 192, 128, PUSH, is_transposed=True)),
-    "programs-shared": (
-        "the last wave is shared by steps over k",
-        OperatorVariant("", 16, 64, 4096, PUSH._replace(blocks=SHARED)),
-    ),
     "copies": ("copy engines push tiles", OperatorVariant("", 64, 192, 128, COPIES)),
+    "copies-transposed": ("weight transposed", OperatorVariant("", 64, 192, 128, COPIES, is_transposed=True)),
+    "copies-shared": (
+        "the last wave is shared by steps over k",
+        OperatorVariant("", 16, 64, 4096, COPIES._replace(blocks=SHARED)),
+    ),
+    "copies-shared-fp32": (
+        "the same, whose sums travel in fp32, with a bias, ragged",
+        OperatorVariant("", 15, 60, 4096, COPIES._replace(blocks=SHARED), has_bias=True, reduce_dtype=FP32),
+    ),
     "copies-fp32": ("the same in fp32, with a bias", OperatorVariant("", 64, 192, 128, COPIES, FP32, has_bias=True)),
     "copies-sums-fp32": (
         "bf16, whose sums travel in fp32",
@@ -553,6 +544,4 @@ def _find_kernels(call: OperatorVariant) -> tuple[str, ...]:
         return (BEGIN, JOINT_COPIED) if call.plan.transfer == "copies" else (GATHER_BY_PROGRAMS,)
     if call.plan.exchange == "packets":
         return (FEW_ROWS,)
-    return (
-        (BEGIN, "tiles.signals.wait_for_channel", JOINT_COPIED, ADDED) if call.plan.transfer == "copies" else (SCATTER,)
-    )
+    return (BEGIN, "tiles.signals.wait_for_channel", JOINT_COPIED, ADDED)

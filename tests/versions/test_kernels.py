@@ -297,7 +297,6 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "ops.joint.routed.move_rows": lambda: Launch(
         routed.move_rows, routed.move_arguments(puts=joint.make_puts()), {"num_warps": 16}
     ),
-    "ops.matmul_reduce_scatter.gemm_reduce_scatter": lambda: launch_operator("scatter", operators.WIDE),
     **{
         f"ops.fp8_casts.{name}": lambda name=name: launch_cast(name)
         for name in ("cast_tiles", "measure_tiles", "find_scales", "cast_group_tiles", "measure_groups")

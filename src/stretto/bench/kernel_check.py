@@ -34,7 +34,7 @@ _MOVES = (
 _PACKETS = (ops.KernelConfig(exchange="packets"), ops.KernelConfig(exchange="packets", shots=2))
 _CONFIGS = {
     "all_gather_matmul": ("kernel", *_MOVES),
-    "matmul_reduce_scatter": ("kernel", *_MOVES[:2], _PACKETS[0]),
+    "matmul_reduce_scatter": ("kernel", _MOVES[0], _PACKETS[0]),
     "matmul_all_reduce": ("kernel", *_PACKETS),
 }
 _SCALED = {

@@ -2,8 +2,8 @@
 """All-gather + GEMM: the ranks' rows are transferred while a persistent GEMM multiplies those that have arrived.
 
 Flux (sections 3.3, 4.1 and 4.3), in tile-centric primitives (TileLink). From top to bottom: the operator; its run, by
-the library or by a kernel; the kernel whose first programs move rows; its launch; the gradient. By copy engines, which
-move more rows, it is a direct algorithm's joint schedule (`joint`).
+the library or by a kernel; the kernel for few rows, whose first programs push them; its launch; the gradient. Of more
+rows it is a joint schedule (`joint`), by default a direct algorithm's.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,9 @@ from stretto.ops.gemm import (
     Scales,
     count_steps,
     describe_gemm,
-    describe_rows,
     divide_up,
     find_unit,
     finish_tile,
-    fixed,
     has_power_of_two_columns,
     make_stream_k,
     multiply_columns,
@@ -44,7 +42,6 @@ from stretto.ops.gemm import (
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
-    PEER_TILES,
     Autograd,
     abandon,
     copy_to,
@@ -60,7 +57,6 @@ from stretto.ops.operator import (
     save_operands,
     scatter_sum,
 )
-from stretto.ops.prediction import MAX_PIECES
 
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
 _ALIGNMENT = 128  # bytes: tensors in a workspace begin at multiples of it
@@ -261,27 +257,16 @@ def _run_gathered(
     return _run(x, weight, bias, group, implementation, out, returns_gathered=True)
 
 
-class GatherShard(NamedTuple):
-    """This rank's rows, as a gather's kernel sees them.
+class PushedRows(NamedTuple):
+    """This rank's rows x [rows, k], as the kernel pushes them: its first `movers` programs do.
 
-    rows: of each rank. scales: factors [rows] of fp8 rows, or None. Compiled in: is_direct (tiles of own rows are
-    loaded from x itself, which takes tiles without other ranks' rows), and is_shifted (the order of tiles begins with
-    own rows).
-    """
-
-    rows: Any
-    scales: Any
-    is_direct: Any
-    is_shifted: Any
-
-
-class RowMoves(NamedTuple):
-    """Movement of rows by programs: the first `movers` of a launch push x to others.
-
-    landing: both slots of the gathered rows, slot_rows rows apart; slots of scales are slot_words apart.
+    scales: factors [rows] of fp8 rows, or None. landing: both slots of the gathered rows, slot_rows rows apart; slots
+    of scales are slot_words apart.
     """
 
     x: Any
+    scales: Any
+    rows: Any
     landing: Any
     slot_rows: Any
     slot_words: Any
@@ -290,49 +275,33 @@ class RowMoves(NamedTuple):
 
 @triton.jit
 def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
-    channel, producer, consumer, gemm, stream_k, shard, moves, own, gathered, weight, bias, out
+    channel, producer, consumer, gemm, stream_k, pushed, gathered, weight, bias, out
 ):
-    """out [m, n] = gathered @ weight.T + bias; the first programs move rows before they multiply; persistent.
+    """out [m, n] = gathered @ weight.T + bias; the first programs push rows before they multiply; persistent.
 
-    Order: tiles of this rank's rows first (if is_direct, loaded from x itself, `own`), then the next rank's and so on,
-    as rows arrive; or, not is_shifted, rank 0's first on all ranks. Tiles of the last wave may be split (`StreamK`).
-    Programs claim work units, so those that have moved rows do fewer.
-    Signals: the first `movers` programs push rows, and signal each piece.
-    Waits: for the pieces that hold a tile's rows, at the tile's head. They depend on the launch's first programs on
-    each rank, which run when any do, claim what they move, and wait for nothing. A launch leaves room for another
+    Order: by rows, of which there are few: those of all ranks arrive at about one time. Tiles of the last wave may be
+    split (`StreamK`). Programs claim work units, so those that have pushed rows do fewer.
+    Signals: the first `movers` programs push rows; those of a rank are one piece, which is signalled.
+    Waits: for the ranks that have a tile's rows, at the tile's head. They depend on the launch's first programs on
+    each rank, which run when any do, claim what they push, and wait for nothing. A launch leaves room for another
     group's (`bound_blocks`), so that its first programs find a place while this one waits.
     Scales of fp8 rows travel before their rows' signals, to gemm.row_scales.
     Reuse: `gathered` is both of two slots, used in turn by the call's number. Every rank waits for every rank's rows,
     so a slot is free when its turn comes: see `call_slot`.
     """
     slot = tiles.call_slot(channel)
-    base = slot * moves.slot_rows
+    base = slot * pushed.slot_rows
     scales = gemm.row_scales
     if scales is not None:
-        scales += slot.to(tl.int64) * moves.slot_words
-    if tl.program_id(0) < moves.movers:
-        push_rows(channel, producer, gemm, shard, moves.x, moves.landing + tl.cast(base, tl.int64) * gemm.k, scales)
-    rows = shard.rows * channel.world
+        scales += slot.to(tl.int64) * pushed.slot_words
+    if tl.program_id(0) < pushed.movers:
+        push_rows(channel, producer, gemm, pushed, pushed.landing + tl.cast(base, tl.int64) * gemm.k, scales)
+    rows = pushed.rows * channel.world
     row_tiles, column_tiles = tl.cdiv(rows, gemm.block_m), tl.cdiv(gemm.n, tile_width(gemm))
-    direct_tiles = shard.rows // gemm.block_m if shard.is_direct else 0
-    direct = direct_tiles * column_tiles
-    # The row of tiles after the direct ones; a tile of two ranks' rows is the earlier rank's.
-    first = direct_tiles + (tl.cdiv(channel.rank * shard.rows, gemm.block_m) if shard.is_shifted else 0)
     begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
-    if shard.is_direct:
-        while begin < direct * count_steps(gemm, stream_k):
-            tile = begin // count_steps(gemm, stream_k)
-            row_tile, column_tile = order_tiles(tile, direct_tiles, column_tiles, gemm.group_rows)
-            row, column = row_tile * gemm.block_m, column_tile * tile_width(gemm)
-            total, is_complete, begin = multiply_unit(gemm, stream_k, own, weight, row, column, 0, begin, end)
-            if is_complete:
-                finish_tile(gemm, shard.scales, bias, out, total, row, channel.rank * shard.rows + row, rows, column)
-            if begin >= end:
-                begin, end = find_unit(gemm, stream_k, tiles.claim(channel), row_tiles * column_tiles)
     while begin < end:
-        tile = begin // count_steps(gemm, stream_k) - direct
-        row_tile, column_tile = order_tiles(tile, row_tiles - direct_tiles, column_tiles, gemm.group_rows)
-        row_tile = (row_tile + first) % row_tiles
+        tile = begin // count_steps(gemm, stream_k)
+        row_tile, column_tile = order_tiles(tile, row_tiles, column_tiles, gemm.group_rows)
         row, column = row_tile * gemm.block_m, column_tile * tile_width(gemm)
         ready = tiles.consumer_tile_wait(channel, consumer, row_tile, before_tma=gemm.by_tma, producer=producer)
         row_there = base + row + ready
@@ -354,10 +323,10 @@ def all_gather_gemm_by_programs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def push_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # type: ignore[no-untyped-def]
-    """Push pieces of x to all ranks: to the rank before this one first, to this rank last, if tiles need a copy.
+def push_rows(channel, producer, gemm, pushed, landing, scales_landing):  # type: ignore[no-untyped-def]
+    """Push tiles of x to all ranks: to the rank before this one first, to this rank last.
 
-    Pieces are claimed: running programs push all of them, whichever of a launch's programs are scheduled.
+    They are claimed: running programs push all of them, whichever of a launch's programs are scheduled.
     """
     pieces = tiles.rank_tiles(producer)
     job = tiles.claim_move(channel)
@@ -365,23 +334,20 @@ def push_rows(channel, producer, gemm, shard, x, landing, scales_landing):  # ty
         following = tiles.claim_move(channel)  # before the copy, which takes longer
         peer = (channel.rank + channel.world - 1 - job // pieces) % channel.world
         tile = channel.rank * pieces + job % pieces
-        if peer != channel.rank or not shard.is_direct:
-            there = tiles.peer_pointer(channel, landing, peer)
-            _copy_rows(producer, gemm.k, tile, x, channel.rank * producer.rows, there, 0, _MOVED_AT_ONCE)
-            if shard.scales is not None:
-                there = tiles.peer_pointer(channel, scales_landing, peer)
-                _copy_rows(producer, 1, tile, shard.scales, channel.rank * producer.rows, there, 0, _SCALES_AT_ONCE)
+        there = tiles.peer_pointer(channel, landing, peer)
+        _copy_rows(producer, gemm.k, tile, pushed.x, channel.rank * producer.rows, there, _MOVED_AT_ONCE)
+        if pushed.scales is not None:
+            there = tiles.peer_pointer(channel, scales_landing, peer)
+            _copy_rows(producer, 1, tile, pushed.scales, channel.rank * producer.rows, there, _SCALES_AT_ONCE)
         tiles.producer_tile_notify(channel, producer, tile, "broadcast", rank=peer)
         job = following
 
 
 @triton.jit
-def _copy_rows(  # type: ignore[no-untyped-def]
-    producer, k, tile, source, first, destination, ready, AT_ONCE: tl.constexpr
-):
+def _copy_rows(producer, k, tile, source, first, destination, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy a tile's rows of k elements; `source` begins with row `first`, `destination` with row 0."""
     low, high = tiles.tile_rows(producer, tile)
-    source += tl.cast(low - first, tl.int64) * k + ready
+    source += tl.cast(low - first, tl.int64) * k
     destination += tl.cast(low, tl.int64) * k
     size = (high - low) * k
     for start in range(0, size, AT_ONCE):
@@ -416,7 +382,7 @@ def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     workspace = find_workspace(group, x.device, size, "double_buffered")
     block_channel = workspace.channel
     world = block_channel.world_size
-    producer, consumer = map_rows(rows, world, config, k * x.element_size())
+    producer, consumer = map_rows(rows, world, config.movers, blocks.m, k * x.element_size())
     slot_rows = divide_up(workspace.slot_bytes, k * x.element_size())
     landing = block_channel.tensor((slot_rows + rows * world, k), x.dtype)
     own_scales = None if scales is None else scales.rows.contiguous()
@@ -424,21 +390,18 @@ def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
         scales = Scales(block_channel.tensor((count,), torch.float32, offset=scales_start), scales.columns)
     in_parts = not has_power_of_two_columns(blocks)
     gemm, arriving, b, c = describe_gemm(landing, weight, out, blocks, scales=scales, in_parts=in_parts)
-    own = describe_rows(x, gemm)
-    is_direct = config.is_shifted and rows % blocks.m == 0 and own is not None and not in_parts
     count = divide_up(count, blocks.m) * divide_up(out.shape[1], blocks.n)
     stream_k, units = make_stream_k(count, k, blocks, workspace.arrivals)
     programs = min(blocks.programs, max(units, config.movers))
-    shard = GatherShard(rows, own_scales, fixed(is_direct), fixed(config.is_shifted))
     slot_words, movers = workspace.words(1, torch.float32), min(config.movers, programs)
-    moves = RowMoves(x, landing, slot_rows, slot_words, movers)
+    pushed = PushedRows(x, own_scales, rows, landing, slot_rows, slot_words, movers)
     channel = block_channel.enter("all_gather_matmul", "broadcast")
     try:
         block_channel.launch(
             all_gather_gemm_by_programs,
             specialization_key(config, x, weight, gemm, bias, out, own_scales),
             programs,
-            (channel, producer, consumer, gemm, stream_k, shard, moves, own, arriving, b, bias, c),
+            (channel, producer, consumer, gemm, stream_k, pushed, arriving, b, bias, c),
             num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
         )
@@ -457,22 +420,15 @@ def _limit_programs(config: KernelConfig, device: torch.device) -> KernelConfig:
 
 @lru_cache(maxsize=4096)
 def map_rows(
-    rows: int, world: int, config: KernelConfig, row_bytes: int
+    rows: int, world: int, movers: int, block_rows: int, row_bytes: int
 ) -> tuple[tiles.StaticMapping, tiles.StaticMapping]:
     """(the mapping of rows to signals as they are sent, the mapping of the GEMM's tiles to the signals they wait for).
 
-    Rows are sent in pieces of about `piece_bytes`, one a channel, of many small tiles, so that all programs have some
-    to move.
+    A rank's rows are signalled together. They are sent in small tiles, so that all programs have some to push.
     """
-    assert config.blocks is not None
-    # Powers of two, since a kernel is compiled for each of these numbers.
-    pieces = max(1, min(rows * row_bytes // config.piece_bytes, divide_up(rows, config.blocks.m), MAX_PIECES))
-    pieces = 1 << (pieces.bit_length() - 1)
-    moved = max(1, min(rows * world // config.movers, _MOVED_BYTES // row_bytes))
-    moved = max(1 << (moved.bit_length() - 1), triton.next_power_of_2(divide_up(rows, PEER_TILES)))
-    producer = tiles.shard_tiles(rows, world, moved, channels=pieces)
-    channel_rows = producer.channel_rows
-    return producer, tiles.whole_tiles(rows, world, config.blocks.m, channels=pieces, channel_rows=channel_rows)
+    moved = max(1, min(rows * world // movers, _MOVED_BYTES // row_bytes))
+    producer = tiles.shard_tiles(rows, world, 1 << (moved.bit_length() - 1))  # a kernel is compiled for each number
+    return producer, tiles.whole_tiles(rows, world, block_rows, channel_rows=producer.channel_rows)
 
 
 def _fake_plain(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:

@@ -34,7 +34,7 @@ from stretto.ops.config import (
     decode,
     default_blocks,
     default_config,
-    find_fastest_kernel,
+    default_kernel,
     find_refusal,
 )
 from stretto.ops.gemm import takes_tma
@@ -233,7 +233,7 @@ def _confirm(
     if is_decided or _find_restored(known, problem, machine, "auto") or _find_fastest(known, problem):
         return
     has_kernel = machine.processors or problem.experts
-    kernel = find_fastest_kernel(problem, machine)[0] if has_kernel else default_config(problem, machine)[0]
+    kernel = default_kernel(problem, machine) if has_kernel else default_config(problem, machine)[0]
     group = known.group()
     assert group is not None
     runs = [partial(run, config) for config in (kernel, LIBRARY)]
@@ -284,7 +284,7 @@ def _choose(
         if problem.returns_gathered and not config.schedule:
             config = config._replace(transfer="copies", direction="push")
         if config.blocks is None and config != LIBRARY:
-            config = config._replace(blocks=default_blocks(problem, machine, config.transfer))
+            config = config._replace(blocks=default_blocks(problem, machine))
         return config, "it was asked for"
     if implementation == "library":
         return LIBRARY, "it was asked for"
@@ -306,7 +306,7 @@ def _choose(
             return KernelConfig(blocks=blocks, schedule=ring), "a kernel was asked for, and copy engines make its moves"
         if not machine.processors:
             return default_config(problem, machine)[0], "a kernel was asked for"
-        return find_fastest_kernel(problem, machine)[0], "a kernel was asked for"
+        return default_kernel(problem, machine), "a kernel was asked for"
     if known.obstacle:
         return measured or (LIBRARY, known.obstacle)
     return measured or default_config(problem, machine)

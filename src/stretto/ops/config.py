@@ -78,14 +78,14 @@ class KernelConfig(NamedTuple):
 
     implementation: "kernel" or "library" (which ignores all other fields). blocks: the GEMM's tiles, whose columns are
     a multiple of 16; kernels that exchange tiles, or whose rows copy engines move, round them down to a power of two.
-    transfer: how gathered rows are transferred: by copy engines ("copies"), or by the first `movers` programs of the
-    kernel before they multiply ("programs"); by a schedule copy engines push or pull them (direction); and
-    how tiles of partial sums are transferred: by copy engines, or by the program that has computed them. piece_bytes:
-    bytes transferred per signal. exchange: partial sums are sent as "tiles", or, for few rows, as "packets". shots: of
-    an all-reduce: 1, all ranks send to all ranks; 2, an owner reduces and broadcasts. is_shifted: each rank begins with
-    another rank's tiles (Flux, section 4.1), by a schedule with those that arrive, or are needed, first; if not, all
-    begin with rank 0's. schedule: the name of a collective's schedule that moves rows (`stretto.ops.joint`), "" for the
-    operator's own way. Tuning files contain these names: renaming a field makes earlier measurements unreadable.
+    transfer: what transfers rows, or partial sums: copy engines ("copies"), which by a schedule push or pull them
+    (direction), or the first `movers` programs of the kernel ("programs"): of a schedule, or of a gather of few rows,
+    before they multiply. piece_bytes: bytes that copy engines transfer per signal. exchange: partial sums are sent as
+    "tiles", or, for few rows, as "packets". shots: of an all-reduce's packets: 1, all ranks send to all ranks; 2, an
+    owner reduces and broadcasts. is_shifted: of copy engines and schedules: tiles that arrive, or are needed, first
+    come first (Flux, section 4.1); if not, all ranks begin with rank 0's. schedule: the name of a collective's schedule
+    that moves rows (`stretto.ops.joint`), "" for the operator's own. Tuning files contain these names: renaming a field
+    makes earlier measurements unreadable.
     """
 
     implementation: str = "kernel"
@@ -200,7 +200,7 @@ MOSTLY_BUSY = 0.7
 """If so large a part of the programs have one tile each, tiles are not split over k: memory bandwidth is the limit, and
 a fix-up takes longer than the idle programs cost."""
 
-SCATTER_PIECE_BYTES = 6 << 20
+SUM_PIECE_BYTES = 6 << 20
 MAX_PIECE_BYTES = 1 << 30
 COOL_ROWS = 4096
 """Above, a gather is faster in tiles of 128 columns, by two programs on a multiprocessor: power is the limit."""
@@ -211,6 +211,10 @@ the rate."""
 
 NARROW_SPEED = 0.85
 """Speed of tiles of 128 columns relative to 256: they are taken where 256 would leave too many programs idle."""
+
+PUSHED_ROWS = 4 * FEW_ROWS
+"""The most rows of all ranks that programs push. Of 512 it took 10% longer than NCCL on four H100, and as long on four
+H200; of 4,096 and 16,384, 49 and 40% longer than copy engines on two H200 (lab/results/joint-schedules)."""
 
 ONE_SHOT_BYTES = 900_000
 """Bytes that one shot may send more than two shots do, which wait for each other: as many as travel in that time."""
@@ -239,8 +243,11 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
         return LIBRARY, refusal
     if machine.speeds is None:
         return LIBRARY, "the GPU's speeds are not known"
-    config, seconds = find_fastest_kernel(problem, machine)
-    library = predict_library(_describe_call(problem), machine.speeds)
+    config, call = default_kernel(problem, machine), _describe_call(problem)
+    assert config.blocks is not None
+    exchange = config.exchange if config.exchange == "packets" else config.transfer
+    seconds = predict_kernel(call, machine.speeds, machine.processors, config.blocks, exchange, config.shots)
+    library = predict_library(call, machine.speeds)
     why = f"nothing was measured: a kernel should take {seconds * 1e6:.1f} us, the library {library * 1e6:.1f}"
     return (config if NEVER_SLOWER * seconds <= library else LIBRARY), why
 
@@ -253,59 +260,28 @@ def find_refusal(problem: GemmProblem, machine: Machine) -> str:
         return ""
     if not machine.is_hopper or problem.dtype.itemsize > 2 or not machine.by_tma:
         return "kernels are for operands of up to 16 bits that TMA takes, on sm_90"
-    if problem.operator == "matmul_all_reduce" and problem.m > FEW_ROWS and problem.world == 1:
+    if problem.operator != "all_gather_matmul" and problem.m > FEW_ROWS and problem.world == 1:
         return f"it has more than {FEW_ROWS} rows, and one rank sends none"
     return ""
-
-
-def find_fastest_kernel(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig, float]:
-    """The default kernel that should be the fastest, by the machine's speeds, and its predicted seconds.
-
-    Where the speeds are not known, and for experts' products, it is the first one, and the seconds are 0.
-    """
-    if problem.experts:
-        return KernelConfig(), 0.0
-    kernels = default_kernels(problem, machine)
-    if machine.speeds is None:
-        return next(iter(kernels.values())), 0.0
-    call, found = _describe_call(problem), []
-    for exchange, config in kernels.items():
-        assert config.blocks is not None
-        found.append(predict_kernel(call, machine.speeds, machine.processors, config.blocks, exchange, config.shots))
-    best = found.index(min(found))
-    return list(kernels.values())[best], found[best]
 
 
 def _describe_call(problem: GemmProblem) -> GemmCall:
     return GemmCall(problem.operator, problem.m, problem.n, problem.k, problem.dtype.itemsize, problem.world)
 
 
-def default_kernels(problem: GemmProblem, machine: Machine) -> dict[str, KernelConfig]:
-    """A GPU's kernels that may be a default, by what exchanges rows or sums, as `predict_kernel` takes it."""
-    few = problem.m <= FEW_ROWS
-    copying = KernelConfig(blocks=default_blocks(problem, machine, "copies"))
-    match problem.operator:
-        case "matmul_all_reduce":
-            if not few:
-                return {"copies": _size_pieces(copying._replace(piece_bytes=SCATTER_PIECE_BYTES), problem, machine)}
-            sums = problem.m * problem.n * max(2, problem.dtype.itemsize)
-            more = (problem.world - 1) * sums - 2 * (problem.world - 1) * sums // problem.world
-            return {"packets": copying._replace(exchange="packets", shots=1 if more <= ONE_SHOT_BYTES else 2)}
-        case "matmul_reduce_scatter":
-            copying = _size_pieces(copying._replace(piece_bytes=SCATTER_PIECE_BYTES), problem, machine)
-            storing = copying._replace(transfer="programs")
-            if few:
-                return {"packets": storing._replace(exchange="packets")}
-            return {"copies": copying, "tiles": storing} if problem.world > 1 else {"tiles": storing}
-    copying = _size_pieces(copying, problem, machine)
-    if problem.returns_gathered:
-        return {"copies": copying}
-    moving = KernelConfig(
-        blocks=default_blocks(problem, machine, "programs"),
-        transfer="programs",
-        movers=count_usable(problem, machine, "programs"),
-    )
-    return {"programs": moving} if few else {"copies": copying, "programs": moving}
+def default_kernel(problem: GemmProblem, machine: Machine) -> KernelConfig:
+    """A GPU's kernel where nothing was measured: of few rows by one launch, else by copy engines."""
+    if problem.experts:
+        return KernelConfig()
+    config, gathers = KernelConfig(blocks=default_blocks(problem, machine)), problem.operator == "all_gather_matmul"
+    if is_pushed(problem):
+        return config._replace(transfer="programs", movers=count_usable(problem, machine))
+    config = config if gathers else config._replace(piece_bytes=SUM_PIECE_BYTES)
+    if gathers or problem.m > FEW_ROWS:
+        return _size_pieces(config, problem, machine)
+    sums = (problem.world - 1) * problem.m * problem.n * max(2, problem.dtype.itemsize)
+    is_large = problem.operator == "matmul_all_reduce" and sums - 2 * sums // problem.world > ONE_SHOT_BYTES
+    return config._replace(exchange="packets", shots=2 if is_large else 1)
 
 
 def _size_pieces(config: KernelConfig, problem: GemmProblem, machine: Machine) -> KernelConfig:
@@ -319,14 +295,14 @@ def _size_pieces(config: KernelConfig, problem: GemmProblem, machine: Machine) -
     return config._replace(piece_bytes=min(max(config.piece_bytes, shard // count), MAX_PIECE_BYTES))
 
 
-def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copies") -> Blocks:
-    """Tile sizes where nothing was measured. transfer: what moves a gather's rows."""
+def default_blocks(problem: GemmProblem, machine: Machine) -> Blocks:
+    """Tile sizes where nothing was measured."""
     if not machine.processors:  # interpreted programs run in turns: a few, with small tiles
         return Blocks(16 if problem.m <= 16 else 32, 32, 32, 2, 4, 2, 3)
     itemsize = problem.dtype.itemsize
     is_gather = problem.operator == "all_gather_matmul"
     shards = problem.world if problem.operator == "matmul_reduce_scatter" else 1
-    processors = count_usable(problem, machine, transfer)
+    processors = count_usable(problem, machine)
     m = problem.m // shards
     if problem.m <= FEW_ROWS:
         blocks = small_m_blocks(problem.m, problem.n, itemsize, machine.by_tma, processors)
@@ -334,11 +310,10 @@ def default_blocks(problem: GemmProblem, machine: Machine, transfer: str = "copi
         wide, narrow = (look_up_blocks(m, itemsize, machine.by_tma, is_wide, processors) for is_wide in (True, False))
         narrow_takes = _estimate(problem, shards, narrow) / NARROW_SPEED
         blocks = wide if _estimate(problem, shards, wide) <= narrow_takes else narrow
-        # Two programs a multiprocessor leave no room for another kernel, as programs that wait for others' must.
-        if is_gather and transfer == "copies" and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
+        if is_gather and problem.m > COOL_ROWS and machine.by_tma and itemsize == 2:
             blocks = Blocks(128, 128, 64, blocks.group_rows, 4, 3, 2 * machine.processors)
         most = MAX_GATHERED_ROWS if is_gather and itemsize > 1 else blocks.group_rows
-        most = min(blocks.group_rows, most, count_grouped_rows(problem, transfer) // blocks.m)
+        most = min(blocks.group_rows, most, count_grouped_rows(problem) // blocks.m)
         blocks = blocks._replace(group_rows=max(1, most))
     return blocks if machine.is_hopper else blocks._replace(num_stages=min(blocks.num_stages, 3))
 
@@ -373,23 +348,24 @@ def deepen_for_fp8(blocks: Blocks, itemsize: int) -> Blocks:
     return blocks._replace(k=2 * blocks.k) if itemsize == 1 else blocks
 
 
-def count_usable(problem: GemmProblem, machine: Machine, transfer: str = "copies") -> int:
+def count_usable(problem: GemmProblem, machine: Machine) -> int:
     """The multiprocessors for a default's programs: fewer where programs occupy one while they wait for other ranks."""
-    waits = problem.m <= FEW_ROWS or _is_moved_by_programs(problem, transfer)
+    waits = problem.m <= FEW_ROWS or is_pushed(problem)
     return bound_blocks(machine.processors) if waits else machine.processors
 
 
-def _is_moved_by_programs(problem: GemmProblem, transfer: str) -> bool:
-    return problem.operator == "all_gather_matmul" and transfer == "programs"
+def is_pushed(problem: GemmProblem) -> bool:
+    """True if programs push a gather's rows, in one launch: of more rows it was no faster than copy engines."""
+    return problem.operator == "all_gather_matmul" and problem.m <= PUSHED_ROWS and not problem.returns_gathered
 
 
-def count_grouped_rows(problem: GemmProblem, transfer: str) -> int:
+def count_grouped_rows(problem: GemmProblem) -> int:
     """Rows whose tiles may be visited together: as a rule one rank's, or the first tile would wait for all ranks.
 
     Rows that programs push arrive from all ranks at about one time, and the weight is read once where tiles of all
     ranks are visited together.
     """
-    return problem.m if _is_moved_by_programs(problem, transfer) else problem.m // problem.world
+    return problem.m if is_pushed(problem) else problem.m // problem.world
 
 
 def _estimate(problem: GemmProblem, shards: int, blocks: Blocks) -> float:

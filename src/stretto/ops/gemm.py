@@ -227,13 +227,6 @@ def _describe(
     )
 
 
-def describe_rows(matrix: Tensor, gemm: Gemm) -> Any:
-    """Another A, of the same k, as the kernel takes it; None where it cannot be loaded as the first A is."""
-    if not gemm.by_tma.value:
-        return matrix
-    return describe_matrix(matrix, (gemm.block_m.value, gemm.block_k.value)) if takes_tma(matrix) else None
-
-
 def describe_matrix(
     matrix: Tensor, block: tuple[int, ...], shape: tuple[int, ...] | None = None, strides: tuple[int, ...] | None = None
 ) -> Any:

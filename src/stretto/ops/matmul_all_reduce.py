@@ -6,7 +6,6 @@ Of more rows each rank adds up a share, as copy engines bring it beside the prod
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from stretto.collectives.schedule import Schedule
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
-from stretto.ops.gemm import GroupProduct, Scales
+from stretto.ops.gemm import GroupProduct
 from stretto.ops.invariant.matmul import multiply_all_reduce, require_plain
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
@@ -130,31 +129,18 @@ def compute_all_reduce(
     if config == LIBRARY:
         total = all_reduce(x @ weight.t(), group)
         return copy_to(out, total if bias is None else total + bias)
-    return launch_all_reduce(config, x, weight, bias, x.dtype, group, out=out)
+    out = x.new_empty(m, n) if out is None else out
+    launch_all_reduce(config, GroupProduct(x, weight, bias, out, group))
+    return out
 
 
-def launch_all_reduce(
-    config: KernelConfig,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    group: str,
-    scales: Scales | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Launch the call by packets or by a schedule, two shots' by default; returns the sum, of `dtype`.
-
-    scales: of fp8 operands. out: where to write.
-    """
-    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype) if out is None else out
-    product = GroupProduct(x, weight, bias, out, group, scales)
+def launch_all_reduce(config: KernelConfig, product: GroupProduct) -> None:
+    """Launch the call by packets or by a schedule, two shots' by default."""
     if config.schedule or config.exchange == "tiles":
-        launch_joint("matmul_all_reduce", config, product, dtype)
+        launch_joint("matmul_all_reduce", config, product, product.out.dtype)
     else:
         form = "one-shot" if config.shots == 1 else "two-shot"
-        small_m.launch("matmul_all_reduce", form, config, product, find_group(group).size())
-    return out
+        small_m.launch("matmul_all_reduce", form, config, product, find_group(product.group).size())
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str) -> Tensor:

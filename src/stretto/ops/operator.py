@@ -36,9 +36,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHANNELS = 32
 """Channels of each rank: the most pieces of its shard that are signalled separately."""
 
-PEER_TILES = 256
-"""Pieces that a rank may offer for other ranks to pull."""
-
 _ARRIVALS = 1024
 _MAX_KNOWN = 4096
 _BY_TMA = ", by TMA"
@@ -477,12 +474,16 @@ def all_reduce(x: Tensor, group: str) -> Tensor:
     return functional.wait_tensor(functional.all_reduce(x, "sum", group))
 
 
+def exchange_rows(x: Tensor, group: str) -> Tensor:
+    """All-to-all of x's rows in equal blocks: [world * rows, k] -> [world, rows, k], of each rank. Its own inverse."""
+    world = find_group(group).size()
+    sizes, functional = [x.shape[0] // world] * world, torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_to_all_single(x, sizes, sizes, group)).unflatten(0, (world, sizes[0]))
+
+
 def scatter_sum(x: Tensor, group: str) -> Tensor:
     """Reduce-scatter x [m, k] to this rank's rows, added in fp32 in rank order, by an all-to-all."""
-    world = find_group(group).size()
-    sizes = [x.shape[0] // world] * world
-    functional = torch.ops._c10d_functional
-    parts = functional.wait_tensor(functional.all_to_all_single(x, sizes, sizes, group)).unflatten(0, (world, sizes[0]))
+    parts = exchange_rows(x, group)
     total = parts[0] if x.dtype == torch.float64 else parts[0].float()
     for part in parts[1:]:
         total = total + part
@@ -574,7 +575,6 @@ def find_workspace(
             channel = BlockChannel.allocate(
                 group,
                 channels=1 if purpose == "packets" else CHANNELS * group.size(),
-                peer_tiles=PEER_TILES if purpose == "double_buffered" else 0,
                 data_bytes=slots * key[1],
                 backend="cuda" if device.type == "cuda" else "host",
             )

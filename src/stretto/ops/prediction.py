@@ -52,8 +52,7 @@ class Constants(NamedTuple):
     """Fractions of peak speeds that are reached, and seconds of latency.
 
     product, memory, library_link: the fraction of FLOPs, of memory bandwidth, and of the links by NCCL. library: a
-    collective's latency. programs: an exchange's, of rows or packets. peer: of an exchange of tiles, for each peer.
-    step: of a shard that copy engines transfer.
+    collective's latency. programs: an exchange's, of rows or packets. step: of a shard that copy engines transfer.
     """
 
     product: float
@@ -61,11 +60,10 @@ class Constants(NamedTuple):
     library_link: float
     library: float
     programs: float
-    peer: float
     step: float
 
 
-FITTED = Constants(0.63, 0.84, 0.495, 12.7e-6, 6e-6, 13e-6, 18e-6)
+FITTED = Constants(0.63, 0.84, 0.495, 12.7e-6, 6e-6, 18e-6)
 
 
 def find_speeds(device: torch.device) -> Speeds | None:
@@ -98,7 +96,7 @@ def predict_kernel(
     shots: int = 1,
     constants: Constants = FITTED,
 ) -> float:
-    """The seconds of a kernel. exchange: "packets", "programs" (that move rows), "tiles" or "copies"."""
+    """The seconds of a kernel. exchange: "packets", "programs" (that move rows) or "copies"."""
     shards = call.world if call.operator == "matmul_reduce_scatter" else 1
     count = shards * divide_up(call.m // shards, blocks.m) * divide_up(call.n, blocks.n)
     product, sent = _stream(call, speeds, constants), _count_sent(call)
@@ -114,8 +112,6 @@ def predict_kernel(
         steps = (call.world - 1) * step
         sent_again = steps if call.operator == "matmul_all_reduce" else 0.0  # sums, which no product is left to hide
         return max(product + waits * step, steps + product / call.world) + sent_again
-    if exchange == "tiles":
-        return product + constants.peer * (call.world - 1) + sent / speeds.link
     if call.operator == "matmul_all_reduce":
         sent = 2 * sent if shots == 2 else (call.world - 1) * _count_whole(call)
     return product + constants.programs + sent / speeds.link

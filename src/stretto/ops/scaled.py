@@ -174,7 +174,7 @@ def _call(
         raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
     rows, first = flatten_rows(_NAMES[operator], x), 0
     if x.dim() > 2 or out is not None:
-        first = _count_first_dim(operator, x, group)
+        first = _count_first_dim(operator, x, dist.get_world_size(group))
     if x.dim() > 2 and x_scale.shape in (x.shape[:-1], (*x.shape[:-1], 1)):
         x_scale = x_scale.flatten()
     inputs = operator, rows, weight, x_scale, weight_scale, bias, name, out_dtype, reduce_dtype, how
@@ -187,10 +187,11 @@ def _call(
     return restore_dims(_scaled_matmul(*inputs), x, first)
 
 
-def _count_first_dim(operator: str, x: Tensor, group: dist.ProcessGroup | None) -> int:
+def _count_first_dim(operator: str, x: Tensor, world: int) -> int:
+    """The output's first dim."""
     if operator == "matmul_reduce_scatter":
-        return divide_first_dim(_NAMES[operator], x, dist.get_world_size(group))
-    return x.shape[0] * (dist.get_world_size(group) if operator == "all_gather_matmul" else 1)
+        return divide_first_dim(_NAMES[operator], x, world)
+    return x.shape[0] * (world if operator == "all_gather_matmul" else 1)
 
 
 def _run(
@@ -212,7 +213,8 @@ def _run(
         if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
             raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
         scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
-        rows, n, sum_dtype = _count_rows(operator, x, group), weight.shape[0], reduce_dtype or out_dtype
+        rows, n = _count_first_dim(operator, x, find_group(group).size()), weight.shape[0]
+        sum_dtype = reduce_dtype or out_dtype
         if 0 in (rows, n, x.shape[1]):  # nothing to wait for
             zeros = x.new_zeros(rows, n, dtype=out_dtype)
             return copy_to(out, zeros if bias is None else zeros + bias)
@@ -225,12 +227,12 @@ def _run(
                 total = reduce_scatter(multiply_scaled(x, weight, scales, sum_dtype), group)
                 total = _add(total, None if bias is None else bias.to(sum_dtype)).to(out_dtype)
             return copy_to(out, total)
-        if operator == "matmul_all_reduce":
-            return launch_all_reduce(config, x, weight, bias, out_dtype, group, scales, out)
         out = x.new_empty(rows, n, dtype=out_dtype) if out is None else out
         product = GroupProduct(x, weight, bias, out, group, scales)
         if operator == "all_gather_matmul":
             launch_gather(config, product)
+        elif operator == "matmul_all_reduce":
+            launch_all_reduce(config, product)
         else:
             launch_scatter(config, product, sum_dtype)
         return out
@@ -267,7 +269,7 @@ def _run_gathered(
         scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
         if config == LIBRARY or 0 in (*x.shape, weight.shape[0]):
             return _gather_and_multiply(x, weight, scales, None, group, out_dtype, has_one_scale)
-        rows = _count_rows(operator, x, group)
+        rows = _count_first_dim(operator, x, find_group(group).size())
         out, returned = x.new_empty(rows, weight.shape[0], dtype=out_dtype), x.new_empty(rows, x.shape[1])
         launch_gather(config, GroupProduct(x, weight, None, out, group, scales), returned)
         return out, returned
@@ -283,7 +285,7 @@ def _fake_gathered(
     x: Tensor, weight: Tensor, x_scale: Tensor, weight_scale: Tensor, group: str, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     _require("all_gather_matmul", x, weight, x_scale, weight_scale, None, group, out_dtype, None)
-    rows = _count_rows("all_gather_matmul", x, group)
+    rows = _count_first_dim("all_gather_matmul", x, find_group(group).size())
     return x.new_empty(rows, weight.shape[0], dtype=out_dtype), x.new_empty(rows, x.shape[1])
 
 
@@ -332,13 +334,6 @@ def align_scales(scales: Tensor) -> Tensor:
 
 def _add(total: Tensor, bias: Tensor | None) -> Tensor:
     return total if bias is None else total + bias
-
-
-def _count_rows(operator: str, x: Tensor, group: str) -> int:
-    world = find_group(group).size()
-    return {"all_gather_matmul": x.shape[0] * world, "matmul_reduce_scatter": x.shape[0] // world}.get(
-        operator, x.shape[0]
-    )
 
 
 def _require(
@@ -423,7 +418,8 @@ def _fake(
     reduce_dtype: torch.dtype | None,
 ) -> Tensor:
     _require(operator, x, weight, x_scale, weight_scale, bias, group, out_dtype, reduce_dtype)
-    return x.new_empty(_count_rows(operator, x, group), weight.shape[0], dtype=out_dtype)
+    rows = _count_first_dim(operator, x, find_group(group).size())
+    return x.new_empty(rows, weight.shape[0], dtype=out_dtype)
 
 
 def _count_flops(operator: str, x: torch.Size, weight: torch.Size, out_shape: torch.Size) -> int:

@@ -26,10 +26,11 @@ from stretto.ops.config import (
     deepen_for_fp8,
     default_blocks,
     default_config,
+    default_kernel,
     encode_implementation,
-    find_fastest_kernel,
     find_width,
     fit_blocks,
+    is_pushed,
 )
 from stretto.ops.gemm import Blocks
 from stretto.ops.joint.registry import CANDIDATES, list_candidates, list_rings, name_between_nodes
@@ -261,9 +262,9 @@ def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig
     if not machine.processors:
         yield default_config(problem, machine)[0]
         return
-    default, _ = find_fastest_kernel(problem, machine)
+    default = default_kernel(problem, machine)
     yield default
-    for blocks in _vary_blocks(problem, machine, default.transfer):
+    for blocks in _vary_blocks(problem, machine):
         if blocks != default.blocks:
             yield default._replace(blocks=blocks)
 
@@ -272,11 +273,10 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
     """Configurations with the same tiles but other transfers of rows or sums, which a tuner measures next."""
     others: list[KernelConfig] = []
     match problem.operator:
-        case "all_gather_matmul" if not problem.returns_gathered:
-            movers = (8, 16, 32, count_usable(problem, machine, "programs")) if machine.processors else (1, 2)
+        case "all_gather_matmul" if is_pushed(problem):
+            movers = (8, 16, 32, count_usable(problem, machine)) if machine.processors else (1, 2)
             others = [config._replace(transfer="programs", movers=count) for count in movers]
-            if problem.m > FEW_ROWS:
-                others += [config._replace(transfer="copies", piece_bytes=size << 20) for size in (1, 2, 8)]
+            others += [config._replace(transfer="copies")] * (problem.m > FEW_ROWS)
         case "all_gather_matmul":
             others = [config._replace(piece_bytes=size << 20) for size in (1, 2, 8)]
         case "matmul_reduce_scatter" | "matmul_all_reduce":
@@ -285,8 +285,7 @@ def vary_transfers(problem: GemmProblem, machine: Machine, config: KernelConfig)
                 packets = config._replace(exchange="packets")
                 others = [packets, packets._replace(shots=2)] if reduces else [tiles, packets]
             if problem.m > FEW_ROWS:
-                others += [] if reduces else [tiles._replace(transfer="programs")]
-                others += [tiles._replace(transfer="copies", piece_bytes=size << 20) for size in (3, 6, 12)]
+                others += [tiles._replace(piece_bytes=size << 20) for size in (3, 6, 12)]
     yield from (other for other in others if other != config)
     if problem.operator in CANDIDATES and problem.m > FEW_ROWS and problem.dtype != FP8:
         for number, schedule in enumerate(list_candidates(problem.operator, problem.world)):
@@ -314,17 +313,17 @@ def vary_puts(problem: GemmProblem, machine: Machine, nodes: tuple[int, ...]) ->
         yield config._replace(schedule=schedule)
 
 
-def _vary_blocks(problem: GemmProblem, machine: Machine, transfer: str) -> Iterator[Blocks]:
+def _vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[Blocks]:
     if problem.m <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(problem.m))
-        processors = count_usable(problem, machine, transfer)
+        processors = count_usable(problem, machine)
         widths = dict.fromkeys((find_width(rows, problem.n, processors) or 32, 32, 64, 128))
         for columns, depth in ((columns, depth) for columns in widths for depth in (256, 128, 64)):
             blocks = fit_blocks(rows, columns, depth, processors)
             if blocks.k == depth:
                 yield deepen_for_fp8(blocks, problem.dtype.itemsize)
         return
-    rows = count_grouped_rows(problem, transfer)
+    rows = count_grouped_rows(problem)
     # Two programs with small tiles on a multiprocessor: one stores while the other multiplies.
     for m, n, depth, warps, stages, programs in (
         (128, 256, 64, 8, 4, 1),

@@ -20,7 +20,7 @@ memory.
 from stretto.tiles.call_state import arrive_produced, call_number, call_slot, claim, claim_move, may_publish
 from stretto.tiles.calls import begin_call, end_call, end_unsignalled_call
 from stretto.tiles.channel import URGENT, BlockChannel, Channel
-from stretto.tiles.data import peer_pointer, peer_rows, tile_pull_data, tile_push_data
+from stretto.tiles.data import peer_pointer, tile_pull_data, tile_push_data
 from stretto.tiles.host import (
     CopyList,
     copy_engine,
@@ -111,7 +111,6 @@ __all__ = [
     "outgoing_slice",
     "pack",
     "peer_pointer",
-    "peer_rows",
     "peer_tile_notify",
     "peer_tile_wait",
     "producer_tile_count",

@@ -26,16 +26,6 @@ def peer_pointer(channel, pointer, rank):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def peer_rows(channel, pointer, width, rank):  # type: ignore[no-untyped-def]
-    """Return the distance from this rank's memory to `rank`'s, in rows of `width` numbers of the pointer's type: int32.
-
-    It is for a descriptor over all ranks' memory, in which each rank's tile has a different row.
-    """
-    row_bytes = width * (pointer.dtype.element_ty.primitive_bitwidth // 8)
-    return (tl.load(channel.addresses + channel.world + rank) // row_bytes).to(tl.int32)
-
-
-@triton.jit
 def tile_push_data(  # type: ignore[no-untyped-def]
     channel, pointer, offsets, value, rank=None, mask=None, mode: tl.constexpr = P2P
 ):

@@ -331,7 +331,7 @@ def exchange_products():
         ]
         assert torch.equal(out, again)
     for words, options in (
-        ("ranks do not divide x's 5 rows", {}),
+        ("ranks do not divide x's first dim, 5", {}),
         ("takes a schedule of an alltoall", {"schedule": "ring-all-gather"}),
     ):
         with pytest.raises(ValueError, match=words):

@@ -17,6 +17,7 @@ from stretto.ops.operator import (
     define_operator,
     differentiate_product,
     divide_first_dim,
+    exchange_rows,
     find_group,
     flatten_rows,
     gather_rows,
@@ -112,13 +113,7 @@ def add_by_tree(parts: Sequence[Tensor]) -> Tensor:
 
 def scatter_by_tree(partial: Tensor, group: str) -> Tensor:
     """This rank's rows [m / world, n] of the sum of all ranks' fp32 [m, n], by an all-to-all."""
-    world = find_group(group).size()
-    if world == 1:
-        return partial
-    sizes = [partial.shape[0] // world] * world
-    functional_ops = torch.ops._c10d_functional
-    received = functional_ops.wait_tensor(functional_ops.all_to_all_single(partial, sizes, sizes, group))
-    return add_by_tree(received.unflatten(0, (world, sizes[0])).unbind())
+    return partial if find_group(group).size() == 1 else add_by_tree(exchange_rows(partial, group).unbind())
 
 
 def reduce_by_tree(partial: Tensor, bias: Tensor | None, dtype: torch.dtype, group: str) -> Tensor:

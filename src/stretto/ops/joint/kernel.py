@@ -165,8 +165,8 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
 
     A gather's tiles multiply rows of `a` as they come, own ones of x (`own`) first. A reduction's are stored in the
     product, which copy engines send and `add_rows` adds up. fp8 has factors: a gather's of rows that come precede them.
-    Order: tiles in the order of `row_tiles`, each program every P-th. Of a gather those of the last wave may be split
-    over k (`StreamK`), and are then multiplied in a loop of their own form, which is not flattened.
+    Order: tiles in the order of `row_tiles`, each program every P-th. Those of the last wave may be split over k
+    (`StreamK`); they, and then all that a gather awaits, are multiplied in a loop that is not flattened.
     Signals: a reduction's thread counts a tile in its channel's counter, without a barrier, so that the loop is
     flattened: when the next tile has been multiplied, since its stores are done by then, but in the last two waves at
     once. Tiles without a channel are complete when the kernel ends.
@@ -209,7 +209,8 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
                 if is_complete:
                     finish_tile(gemm, gemm.row_scales, bias, stored, total, low + ready, low, high, column)
     else:
-        for tile in tl.range(first, count, programs, flatten=order.is_whole):
+        whole = count if stream_k.unit_steps is None else stream_k.whole_tiles
+        for tile in tl.range(first, whole, programs, flatten=order.is_whole):
             row_tile, column_tile = _find_tile(order, gemm, tile, 0)
             low, high = tiles.tile_rows(row_tiles, row_tile)
             column = column_tile * gemm.block_n
@@ -217,9 +218,21 @@ def joint_gemm_by_copies(  # type: ignore[no-untyped-def]
             total = scale_tile(gemm, gemm.row_scales, total, low, column, gemm.m)
             total = _add_bias(gemm, order, bias, total, low, column)
             before = tile - programs
-            _count_tile(row_tiles, order, gemm, before, (before >= 0) & (before + 2 * programs < count))
+            _count_tile(row_tiles, order, gemm, before, (before >= 0) & (before + 2 * programs < whole))
             store_tile(gemm, stored, total, low, column, high)
-            _count_tile(row_tiles, order, gemm, tile, tile + 2 * programs >= count)
+            _count_tile(row_tiles, order, gemm, tile, tile + 2 * programs >= whole)
+        if stream_k.unit_steps is not None:
+            for unit in range(whole + first, count_units(stream_k, count), programs):
+                begin, end = find_unit(gemm, stream_k, unit, count)
+                tile = begin // count_steps(gemm, stream_k)
+                row_tile, column_tile = _find_tile(order, gemm, tile, 0)
+                low, high = tiles.tile_rows(row_tiles, row_tile)
+                column = column_tile * gemm.block_n
+                total, is_complete, _ = multiply_unit(gemm, stream_k, a, b, low, column, 0, begin, end)
+                if is_complete:
+                    total = scale_tile(gemm, gemm.row_scales, total, low, column, gemm.m)
+                    store_tile(gemm, stored, _add_bias(gemm, order, bias, total, low, column), low, column, high)
+                    _count_tile(row_tiles, order, gemm, tile, True)
 
 
 @triton.jit

@@ -22,13 +22,12 @@ from stretto.memory.groups import make_node_group, next_group_number
 from stretto.ops.choices import find_agreed
 from stretto.ops.config import KernelConfig
 from stretto.ops.gemm import (
-    DATA_PARALLEL,
+    Blocks,
     GroupProduct,
     Scales,
     count_store_parts,
     describe_gemm,
     describe_matrix,
-    describe_rows,
     divide_up,
     fixed,
     make_stream_k,
@@ -105,14 +104,14 @@ class _Entry(NamedTuple):
 def launch_joint(
     operator: str, config: KernelConfig, product: GroupProduct, dtype: torch.dtype, returned: Tensor | None = None
 ) -> None:
-    """Launch the call by the configuration's schedule, or the operator's first; partial sums travel in `dtype`.
+    """Launch the call by the configuration's schedule, or copies of the operator's first; sums travel in `dtype`.
 
     returned: gets the gathered rows. ValueError for a schedule that the operator cannot have.
     """
     config = config.with_power_of_two_tiles()
     if not config.schedule:
         first = name_schedule(operator, CANDIDATES[operator][0], "kernel", find_group(product.group).size())
-        config = config._replace(schedule=first)
+        config = config._replace(schedule=first, transfer="copies")
     if config.transfer == "copies":
         _launch_by_copies(operator, config, product, dtype, returned)
         return
@@ -147,10 +146,7 @@ def _launch_by_copies(
         _require_countable(joint, width)
     elif _passes_on(joint):
         # Kernels that wait on the side stream need multiprocessors, and tiles wait for them.
-        if processors and blocks.programs > processors:
-            # Two programs a multiprocessor, of which few may wait, become one of twice the columns.
-            blocks = blocks._replace(n=2 * blocks.n, num_warps=2 * blocks.num_warps, programs=processors)
-            config = config._replace(blocks=blocks)
+        config, blocks = _widen(config, blocks, processors)
         blocks = blocks._replace(programs=limit_waiting(blocks.programs, x.device))
     landed = block_channel.tensor((joint.landed_rows, width), dtype, offset=landing.offset)
     target = out if gathers else x.new_empty(x.shape[0], width, dtype=dtype)
@@ -158,17 +154,14 @@ def _launch_by_copies(
     if gathers and scales is not None:
         own_scales = scales.rows.contiguous()
         scales = Scales(find_landed_scales(block_channel, landed, landing.offset), scales.columns)
-    gemm, a, b, stored = describe_gemm(landed if gathers else x, weight, None, blocks, scales=scales)
-    own = describe_rows(x, gemm) if reads_own else None
-    parts = count_store_parts(blocks, x.element_size(), target.element_size())
-    is_whole = bool(parts) and gemm.by_tma.value and takes_tma(target)
-    is_whole = is_whole and _has_whole_tiles(joint, rank)
-    stored = target
+    gemm, a, b, _ = describe_gemm(landed if gathers else x, weight, None, blocks, scales=scales)
+    own = describe_matrix(x, (blocks.m, blocks.k)) if reads_own else None
+    parts, stored = count_store_parts(blocks, x.element_size(), target.element_size()), target
+    is_whole = bool(parts) and gemm.by_tma.value and takes_tma(target) and _has_whole_tiles(joint, rank)
     if is_whole:
         gemm = gemm._replace(stores_by_tma=fixed(True), out_parts=fixed(parts))
         stored = describe_matrix(target, (blocks.m, blocks.n // parts))
     column_tiles = divide_up(weight.shape[0], blocks.n)
-    stream_k, units = DATA_PARALLEL, len(plan.tiles) * column_tiles
     threads = 1 if tiles.INTERPRETED.value else 32 * blocks.num_warps
     tables: _CopiedTables = find_known(
         group, x.device,
@@ -176,9 +169,9 @@ def _launch_by_copies(
          block_channel.channels, width * dtype.itemsize),
         lambda: _make_copied_tables(joint, block_channel.channels, rank, column_tiles * threads, x.device),
     )  # fmt: skip
-    if gathers:  # tiles of own rows are multiplied in a loop over whole tiles
-        kept = tables.own_tiles * column_tiles
-        stream_k, units = make_stream_k(units, x.shape[1], blocks, landing.counters, kept)
+    # A gather's tiles of own rows are multiplied in a loop over whole tiles. The first counters are the channels'.
+    kept, arrivals = tables.own_tiles * column_tiles, landing.counters[divide_up(joint.channels, 4) * 4 :]
+    stream_k, units = make_stream_k(len(plan.tiles) * column_tiles, x.shape[1], blocks, arrivals, kept)
     start, stop = _find_bias_rows(joint, rank)
     own_bias = bias if tables.has_bias else None
     order = CopiedTiles(
@@ -235,6 +228,13 @@ def _launch_by_copies(
         added.make_last()
 
 
+def _widen(config: KernelConfig, blocks: Blocks, processors: int) -> tuple[KernelConfig, Blocks]:
+    """Two programs a multiprocessor, of which few may wait, become one of twice the columns."""
+    if processors and blocks.programs > processors:
+        blocks = blocks._replace(n=2 * blocks.n, num_warps=2 * blocks.num_warps, programs=processors)
+    return config._replace(blocks=blocks), blocks
+
+
 @lru_cache(maxsize=256)
 def _passes_on(joint: JointSchedule) -> bool:
     """True if a rank's moves wait for others'."""
@@ -266,10 +266,8 @@ def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProdu
     landing = find_landing(group_here, x.device, count_bytes(joint.landed_rows, width, dtype=dtype))
     block_channel = landing.channel
     rank = members.rank()
-    if joint.is_gather and x.is_cuda and blocks.programs > (processors := count_processors(x.device.index)):
-        # Two programs a multiprocessor, of which few may wait, become one of twice the columns.
-        blocks = blocks._replace(n=2 * blocks.n, num_warps=2 * blocks.num_warps, programs=processors)
-        config = config._replace(blocks=blocks)
+    if joint.is_gather:
+        config, blocks = _widen(config, blocks, count_processors(x.device.index) if x.is_cuda else 0)
     limit = limit_waiting if joint.is_gather else leave_room_for_copies  # a gather's tiles wait for peers' programs
     programs = max(3 if nodes else 2, limit(blocks.programs, x.device))
     # Beside movers, as many receive between nodes, and at least one multiplies.

@@ -14,7 +14,7 @@ from torch import Tensor
 from stretto.collectives.schedule import Schedule
 from stretto.ops.choices import find_config
 from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
-from stretto.ops.gemm import GroupProduct, divide_up
+from stretto.ops.gemm import GroupProduct
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
 from stretto.ops.operator import (
@@ -22,6 +22,8 @@ from stretto.ops.operator import (
     count_product_flops,
     define_operator,
     differentiate_product,
+    divide_first_dim,
+    exchange_rows,
     find_group,
     find_name,
     require_operands,
@@ -64,7 +66,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
     def compute(config: KernelConfig) -> Tensor:
         if config == LIBRARY:
             product = x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
-            return _exchange(product, group)
+            return exchange_rows(product, group).flatten(0, 1)
         out = x.new_empty(x.shape[0], weight.shape[0])
         launch_joint(_OPERATOR, config, GroupProduct(x, weight, bias, out, group), x.dtype)
         return out
@@ -79,10 +81,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementat
 
 def _require(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> None:
     require_operands(_OPERATOR, x, weight, bias, implementation)
-    world = find_group(group).size()
-    if x.shape[0] % world:
-        more = divide_up(x.shape[0], world) * world
-        raise ValueError(f"{_OPERATOR}: {world} ranks do not divide x's {x.shape[0]} rows: {more} rows will do")
+    divide_first_dim(_OPERATOR, x, find_group(group).size())
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, implementation: str) -> Tensor:
@@ -100,14 +99,8 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """C = all_to_all(x @ W.T): with dP = all_to_all(dC), dx is dP @ W, and dW is dP.T @ x."""
     if torch.is_grad_enabled() and grad.requires_grad:
         raise NotImplementedError(f"{_OPERATOR} has no second derivatives")
-    return *differentiate_product(ctx, _exchange(grad, ctx.group), None), None, None
-
-
-def _exchange(x: Tensor, group: str) -> Tensor:
-    """All-to-all of x's rows [m, n] in equal blocks, by the group's own backend; it is its own inverse."""
-    world = find_group(group).size()
-    sizes, functional = [x.shape[0] // world] * world, torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_to_all_single(x.contiguous(), sizes, sizes, group))
+    arrived = exchange_rows(grad.contiguous(), ctx.group).flatten(0, 1)
+    return *differentiate_product(ctx, arrived, None), None, None
 
 
 _call = define_operator(
