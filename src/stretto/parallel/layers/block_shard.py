@@ -33,11 +33,12 @@ from stretto.execution import MIN_COPIED_BYTES
 from stretto.parallel.comm.autograd import (
     apply,
     at_end_of_backward,
+    compiled_within,
     directly_called,
     in_backward,
     is_asked_for,
-    may_be_compiled,
     once_differentiable,
+    set_compiler,
     with_gradient_of_its_own,
 )
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
@@ -471,21 +472,25 @@ class BlockShard:
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
 
-        # A compiler sees the forward alone: it would trace what these call, with one graph for each block and state.
-        disabled = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
-
+        # A compiler sees the forward alone: it would trace what else is called, with a graph for each block and state.
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            enter, leave = disabled if may_be_compiled() else (self._enter, self._leave)
-            running, wholes, args, kwargs = enter(args, kwargs)
+            compiler = set_compiler(None)
             try:
-                found = forward(*args, **kwargs)
-            except BaseException as error:
-                leave(running, error, (*args, *kwargs.values()), wholes)
-                raise
-            return leave(running, None, found, wholes)
+                running, wholes, args, kwargs = self._enter(args, kwargs)
+                try:
+                    set_compiler(compiler)
+                    found = forward(*args, **kwargs)
+                except BaseException as error:
+                    set_compiler(None)
+                    self._leave(running, error, (*args, *kwargs.values()), wholes)
+                    raise
+                set_compiler(None)
+                return self._leave(running, None, found, wholes)
+            finally:
+                set_compiler(compiler)
 
-        return torch.compiler.disable(run, recursive=False)
+        return compiled_within(run)
 
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """Begin a forward: `running`, entered, and what it gives, and the inputs, cast."""
