@@ -48,7 +48,7 @@ from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
 from stretto.parallel.layers.local_tensors import local_tensor
-from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of
 from stretto.parallel.precision import Precision
 
 
@@ -85,9 +85,12 @@ class _BlockMessage:
         sizes = [slot.size for slot in slots]
         return cls(tuple(parameters), tuple(slots), sizes, sum(sizes), dtype)
 
-    def version(self, current: tuple[nn.Parameter, ...]) -> tuple[Version, ...]:
-        """The states of this rank's shards."""
-        return tuple(map(version_of, current))
+    def version(self, current: tuple[TensorOnGrid, ...]) -> tuple[Version, ...]:
+        """The states of this rank's shards, as `version_of` has them, without its calls."""
+        for parameter in current:
+            if parameter.late_write is not None:
+                parameter.late_write()
+        return tuple([(p._local_tensor.data_ptr(), p._local_tensor._version, p._version) for p in current])
 
     def start(self, current: tuple[TensorOnGrid, ...], group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the message: [z x size]."""
@@ -584,13 +587,17 @@ class _GatherBlock(torch.autograd.Function):
     def forward(ctx: Any, block: BlockShard, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.block = block
-        wholes = block.gather()
-        frozen = [whole for whole, parameter in zip(wholes, parameters, strict=True) if not parameter.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            wholes = block.gather()
+            frozen = [whole for whole, parameter in zip(wholes, parameters, strict=True) if not parameter.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.block.start_reduction([each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)])
+        with torch._C.DisableTorchFunctionSubclass():
+            asked = [each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)]
+            ctx.block.start_reduction(asked)
         return (None,) * (1 + len(gradients))
