@@ -504,7 +504,7 @@ SCATTERS_IN_FLIGHT = 8
 # Bytes of whole gradients that copy engines may have on their way over z, if three of the largest do not take more.
 SCATTER_RING_BYTES = 256 << 20
 # Of a whole parameter of a block without roles that copy engines gather by itself: smaller ones cost the host more than
-# one message of all.
+# one message of all, for which transformers' models of nothing else are sharded by blocks (`parallel.resolve`).
 MIN_COPIED_BYTES = 1 << 25
 # Numbers of a layer's keys and values that a rank of context makes of latents, at most: 4 GiB of 16 bits.
 MAX_EXPANDED = 1 << 31

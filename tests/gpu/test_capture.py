@@ -16,8 +16,9 @@ from stretto.memory import cuda
 from stretto.memory.cuda import CudaMemory, allocated_bytes
 from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
-from stretto.parallel import CapturedStep, Grid, parallelize
+from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, parallelize
 from stretto.parallel.capture import REGISTERS
+from stretto.parallel.state import BlockPlan, require_state
 
 pytestmark = pytest.mark.ranks(2, own=(2, 4))
 
@@ -94,6 +95,44 @@ def compare_copies() -> None:
             train_captured(axis=axis, writes_copies=writes, shards_sequence=shards_sequence) for writes in (False, True)
         )
         assert written == plain
+
+
+def compare_blocks() -> None:
+    """Losses of steps of a model that is sharded by blocks: captured, and not."""
+    from tests.parallel import hugging_face
+
+    grid = Grid(z=dist.get_world_size(), device="cuda")
+    tokens = torch.arange(128, device=grid.device).view(2, 64) * 7 % 61
+
+    def run(captures: bool) -> list[float]:
+        torch.manual_seed(0)
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        model = hugging_face.causal_lm("gpt2", max_position_embeddings=64, **dropouts).train()
+        model = parallelize(model, grid, dtype=torch.bfloat16)
+        assert isinstance(require_state(model, "this test").plan, BlockPlan)
+        optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
+
+        def train(tokens: Tensor) -> tuple[Tensor, ...]:
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step(scale=clip_scale(gradient_norm(model.parameters(), grid), 1.0))
+            optimizer.zero_grad()
+            return (loss.detach(),)
+
+        step = CapturedStep(train) if captures else train
+        found = [float(step(tokens)[0]) for _ in range(8)]
+        if isinstance(step, CapturedStep):
+            step.close()
+        return found
+
+    plain, captured = run(False), run(True)
+    assert captured == plain
+    assert plain[-1] < plain[0]
+
+
+@pytest.mark.own_gpus("the graph holds NCCL's collectives")
+def test_a_captured_step_of_blocks_is_a_plain_one(run_ranks: Callable[..., list[Any]], world: int) -> None:
+    run_ranks(world, compare_blocks)
 
 
 def free_while_capturing() -> None:

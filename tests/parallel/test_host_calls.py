@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 
 from stretto.parallel import Grid, gather, parallelize
@@ -70,6 +72,28 @@ def test_a_layer_on_one_rank_takes_few_more_calls_than_a_plain_one(ranks, backen
 def test_a_layer_whose_weights_z_shards_takes_calls_that_are_counted(ranks):
     found = ranks(2).run(calls_of_a_layer, None, 2)
     assert [ratio for each in found for ratio in each.values() if ratio > 13.1] == [], found
+
+
+def calls_of_blocks_beside_fsdp2() -> float:
+    """Calls of a compiled layer that is sharded by blocks over two ranks, divided by those under FSDP2."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in [*model.get_submodule("model.layers").children(), model]:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+        return model
+
+    def by_blocks(model: nn.Module) -> nn.Module:
+        return parallelize(model, Grid(z=2), blocks=["model.layers.*"])
+
+    def count(make: Callable[[nn.Module], nn.Module]) -> int:
+        return calls_of_a_step(make(make_llama(3)), "eager") - calls_of_a_step(make(make_llama(1)), "eager")
+
+    return count(by_blocks) / count(shard)
+
+
+def test_a_compiled_block_takes_fewer_calls_than_under_fsdp2(ranks):
+    assert [ratio for ratio in ranks(2).run(calls_of_blocks_beside_fsdp2) if ratio > 0.66] == []
 
 
 class Norms(nn.Module):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import product
 from math import prod
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from transformers import (
 )
 
 from stretto.parallel import Grid, gather, layout_of, parallelize, validate
+from stretto.parallel.roles.plan import ShardingPlan
+from stretto.parallel.state import require_state
 from tests.parallel import hugging_face
 from tests.parallel.training import (
     PRECISIONS,
@@ -81,6 +84,32 @@ def test_five_steps_on_a_grid_equal_those_of_one_rank(ranks, model, sizes, preci
     with exactly(chosen):
         expected = train_plainly(case, chosen)
     assert ranks(prod(sizes)).run(disagreements_of, sizes, case, chosen, expected) == [{}] * prod(sizes)
+
+
+def disagreements_by_blocks(sizes: Sizes, case: Case, precision: Precision, expected: Trace) -> dict[str, float | str]:
+    """Those of a model that this machine's host launches, as GPUs' do: by blocks, and with roles={} not."""
+    grid = Grid(**sizes)
+    with patch("stretto.parallel.resolve._LAUNCHED_BY_HOST", ("cpu",)):
+        chosen = [
+            type(require_state(parallelize(build(case, precision), grid, **options), "this test").plan).__name__
+            for options in ({}, {"roles": {}}, {"recompute": "full"}, {"invariant": True, "fused": False})
+        ]
+        assert chosen == ["BlockPlan", "ShardingPlan", "ShardingPlan", "ShardingPlan"], chosen
+        with patch("stretto.parallel.resolve.MIN_COPIED_BYTES", 48 * 32 * 8):  # of the largest weight
+            state = require_state(parallelize(build(case, precision), grid), "this test")
+            assert isinstance(state.plan, ShardingPlan)
+        return disagreements_of(sizes, case, precision, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, pytest.param({"data": 2, "z": 2}, marks=pytest.mark.long)], ids=str)
+def test_a_model_of_small_weights_whose_kernels_a_host_launches_is_sharded_by_blocks_over_z_alone(ranks, sizes):
+    print(f"seed {SEED}")
+    case = Case(hugging_face.qwen2, (True,), is_hugging_face=True, has_ignored_targets=True, micro_batches=2)
+    precision = PRECISIONS["fp64-adamw"]
+    with exactly(precision):
+        expected = train_plainly(case, precision)
+    count = prod(sizes.values())
+    assert ranks(count).run(disagreements_by_blocks, sizes, case, precision, expected) == [{}] * count
 
 
 def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Tensor) -> tuple[float, bool, bool]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.memory import failures
 from stretto.optim.guard import skipping_after_failure
+from stretto.parallel.layout import GRAD, TensorOnGrid, shard_of
 
 
 class AdamW(torch.optim.AdamW):
@@ -74,7 +75,7 @@ class AdamW(torch.optim.AdamW):
         with torch._C.DisableTorchFunctionSubclass():  # 2.11 asks `ShardedParameter` for each attribute of a parameter
             groups = [self._find_gradients(group) for group in self.param_groups]
             gradients = [gradient for found in groups for _, _, gradient in found]
-            if gradients and all(_suits_kernel(t) for found in groups for _, *both in found for t in both):
+            if gradients and all(map(_suits_kernel, [*gradients, *(mine for found in groups for _, mine, _ in found)])):
                 scale = None if scale is None else scale.float()
                 for group, found in zip(self.param_groups, groups, strict=True):
                     self._update(group, found, scale, skip)
@@ -97,7 +98,7 @@ class AdamW(torch.optim.AdamW):
     @staticmethod
     def _find_gradients(group: dict[str, Any]) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
         """The parameters that have gradients, each with this rank's parts of both."""
-        return [(p, local(p), local(gradient)) for p in group["params"] if (gradient := p.grad) is not None]
+        return [(p, local(p), local(gradient)) for p in group["params"] if (gradient := GRAD.__get__(p)) is not None]
 
     def _update(
         self,
@@ -165,10 +166,11 @@ def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, sharing its memory; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """Return this rank's part of a DTensor, sharing its memory, outside of autograd; a plain tensor as it is."""
+    if isinstance(tensor, TensorOnGrid):
+        return shard_of(tensor)
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _suits_kernel(tensor: Tensor) -> bool:
-    mine = local(tensor)
+def _suits_kernel(mine: Tensor) -> bool:
     return mine.is_cuda and mine.dtype == torch.float32 and mine.is_contiguous()

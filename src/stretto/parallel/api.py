@@ -49,7 +49,8 @@ def parallelize(
 
     A model without roles (neither passed nor declared by the model) is sharded block by block over z, as by FSDP2: each
     rank holds 1 / z of every parameter and computes the loss of its own rows, and gradients are averaged over the
-    ranks. Ranks of x and y then repeat the same computation, and a warning is printed.
+    ranks. Ranks of x and y then repeat the same computation, and a warning is printed. So are transformers' models over
+    z alone, on GPUs, whose blocks have small weights alone; roles={} keeps their roles.
 
     roles: maps name patterns ("*" matches one component of a dotted name) to roles (`stretto.parallel.Role`), for
         models that do not declare their submodules' roles.
@@ -81,7 +82,7 @@ def parallelize(
     from stretto.parallel.install import install
     from stretto.parallel.place import place
     from stretto.parallel.precision import Precision
-    from stretto.parallel.resolve import refuse_sharded, resolve
+    from stretto.parallel.resolve import prefer_blocks, refuse_sharded, resolve
 
     require_type(model, nn.Module, "model")
     require_type(grid, Grid, "grid")
@@ -92,6 +93,8 @@ def parallelize(
     options = (options or ExecutionOptions()).replace(**changes)
     plan = resolve(model, grid.sizes, roles=roles, local_attributes=local_attributes, blocks=blocks, options=options)
     request = ShardingRequest(grid, precision, options, gradients or "mean", sharded_loss)
+    if roles is None and local_attributes is None:
+        plan = prefer_blocks(model, plan, request)
     # Of the whole model, of which a pipeline stage may lack the layers that decide how sequences are cut.
     parts = SequenceParts(model, grid) if grid.size("context") > 1 else None
     before = [weakref.ref(parameter) for parameter in model.parameters()]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stretto.parallel.capture import note_forward
-from stretto.parallel.comm.autograd import in_backward
+from stretto.parallel.comm.autograd import compiled_within, in_backward
 from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -204,7 +204,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         finally:
             end_forward(state)
 
-    setattr(module, name, torch.compiler.disable(run, recursive=False))
+    setattr(module, name, compiled_within(run))
 
 
 def exchange_whole_features(model: nn.Module, grid: Grid) -> None:

@@ -79,7 +79,7 @@ class ParameterLayout:
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """The number of ranks that hold each number of the parameter."""
         parts = prod({split.axis: split.part_of(sizes) for split in self.splits}.values())
-        return self.pipe_copies * prod(sizes.get(axis, 1) for axis in STAGE_AXES) // parts
+        return self.pipe_copies * prod([sizes.get(axis, 1) for axis in STAGE_AXES]) // parts
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """The indices of `dim` that a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""

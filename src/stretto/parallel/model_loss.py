@@ -19,6 +19,7 @@ from stretto.huggingface.loss import (
     replace_loss_function,
 )
 from stretto.huggingface.router_loss import RanksOfBatch
+from stretto.parallel.comm.autograd import compiled_within
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.layers.loss import LossOfRows, MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
@@ -97,7 +98,7 @@ def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
         with means:
             return forward(*args, **kwargs)
 
-    model.forward = torch.compiler.disable(forward_with_means, recursive=False)
+    model.forward = compiled_within(forward_with_means)
 
 
 def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from stretto.axes import GridSizes, check_sizes
-from stretto.execution import ExecutionOptions
+from stretto.execution import MIN_COPIED_BYTES, ExecutionOptions
 from stretto.huggingface.experts import ExpertsKind, find_experts
 from stretto.huggingface.family_roles import wildcard
 from stretto.huggingface.formulas import UnknownRolesError
@@ -28,7 +28,7 @@ from stretto.parallel.layout import has_layout
 from stretto.parallel.recomputation import check_blocks
 from stretto.parallel.roles.plan import KINDS, PLAIN, PlainPart, Role, ShardingPlan
 from stretto.parallel.roles.validation import check_experts, check_takes_sharded_sequence, validate_plan
-from stretto.parallel.state import BlockPlan, state_of
+from stretto.parallel.state import BlockPlan, ShardingRequest, state_of
 from stretto.suggestions import did_you_mean
 
 
@@ -127,6 +127,38 @@ def _find_plan(
         experts = _experts_beside_blocks(model, check_sizes(sizes), error) if sizes.get("expert", 1) > 1 else {}
         return BlockPlan(tuple(find_blocks(model)), str(error), is_pretrained_model(model), experts)
     return plan
+
+
+_LAUNCHED_BY_HOST = ("cuda",)  # devices that wait for the host where kernels are small
+
+
+def prefer_blocks(
+    model: nn.Module, plan: ShardingPlan | BlockPlan, request: ShardingRequest
+) -> ShardingPlan | BlockPlan:
+    """Shard a transformers model by blocks where the host would launch its roles for longer than the GPU computes.
+
+    With roles each weight is gathered, multiplied and reduced by itself, which copy engines repay from MIN_COPIED_BYTES
+    on. So it is where z alone divides the model, and all weights of its blocks are smaller (docs/decisions/041).
+    Options that take roles keep them.
+    """
+    grid, options = request.grid, request.options
+    if not isinstance(plan, ShardingPlan) or grid.size("z") == 1 or grid.device.type not in _LAUNCHED_BY_HOST:
+        return plan
+    takes_roles = options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
+    is_divided = any(grid.size(axis) > 1 for axis in ("pipe", "context", "x", "y", "expert"))
+    is_divided |= options.stages.virtual_stages > 1
+    has_own_roles = not plan.is_pretrained or callable(getattr(model, "parallel_plan", None))
+    if takes_roles or is_divided or has_own_roles or plan.experts or not plan.named("head"):
+        return plan
+    names = tuple(find_blocks(model))
+    sizes = [
+        parameter.numel() * (request.precision.sent(parameter.dtype) or parameter.dtype).itemsize
+        for name in names
+        for parameter in model.get_submodule(name).parameters()
+    ]
+    if not sizes or max(sizes) >= MIN_COPIED_BYTES:
+        return plan
+    return BlockPlan(names, f"no weight of its blocks has {MIN_COPIED_BYTES >> 20} MiB", is_pretrained=True)
 
 
 def _experts_beside_blocks(model: nn.Module, sizes: GridSizes, error: ValueError) -> dict[str, ExpertsKind]:

@@ -72,6 +72,20 @@ def may_be_compiled() -> bool:
 
 
 _get_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# Sets what compiles frames from now on, None for nothing, and returns what did before.
+set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
+
+
+def compiled_within(function: Backward) -> Backward:
+    """Have a compiler compile what `function` calls, and not itself, as `torch.compiler.disable(recursive=False)` does.
+
+    That has a wrapper around it, and looks at its frame anew in every call: 300 calls of Python.
+    """
+    from torch._dynamo.eval_frame import skip_code  # here: it takes a second to import
+
+    skip_code(function.__code__)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 class SelectiveMode(TorchDispatchMode):

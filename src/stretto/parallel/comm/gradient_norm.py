@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
 from stretto.parallel.comm.gradient_buckets import local_gradient
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import layout_of
+from stretto.parallel.layout import GRAD, layout_of
 from stretto.suggestions import require_type
 
 
@@ -57,7 +57,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tens
     """The parameters that have gradients, with these. A single one is not iterated over: its rows have none."""
     with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return [(parameter, gradient) for parameter in given if (gradient := parameter.grad) is not None]
+        return [(parameter, gradient) for parameter in given if (gradient := GRAD.__get__(parameter)) is not None]
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
@@ -87,6 +87,7 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
         raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
     # A handful of kernels for all of them: a large model has hundreds of parameters.
     alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    sizes = grid.layout_sizes
     for parameter, gradient in _gradients(parameters):
         if not isinstance(gradient, DTensor):
             raise ValueError(
@@ -94,8 +95,8 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
                 f"shape {list(parameter.shape)} is none. Of tables that ranks share out, fuse_update(max_norm=) clips "
                 "each row: leave them out here"
             )
-        if (shard := gradient.to_local()).numel():
-            alike.setdefault((_wide(shard), layout_of(parameter).replicas(grid.layout_sizes)), []).append(shard)
+        if (shard := gradient._local_tensor).numel():
+            alike.setdefault((_wide(shard), layout_of(parameter).replicas(sizes)), []).append(shard)
     is_largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
     for (dtype, replicas), some in alike.items():

@@ -33,11 +33,12 @@ from stretto.execution import MIN_COPIED_BYTES
 from stretto.parallel.comm.autograd import (
     apply,
     at_end_of_backward,
+    compiled_within,
     directly_called,
     in_backward,
     is_asked_for,
-    may_be_compiled,
     once_differentiable,
+    set_compiler,
     with_gradient_of_its_own,
 )
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
@@ -47,7 +48,7 @@ from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
 from stretto.parallel.layers.local_tensors import local_tensor
-from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of
 from stretto.parallel.precision import Precision
 
 
@@ -84,9 +85,12 @@ class _BlockMessage:
         sizes = [slot.size for slot in slots]
         return cls(tuple(parameters), tuple(slots), sizes, sum(sizes), dtype)
 
-    def version(self, current: tuple[nn.Parameter, ...]) -> tuple[Version, ...]:
-        """The states of this rank's shards."""
-        return tuple(map(version_of, current))
+    def version(self, current: tuple[TensorOnGrid, ...]) -> tuple[Version, ...]:
+        """The states of this rank's shards, as `version_of` has them, without its calls."""
+        for parameter in current:
+            if parameter.late_write is not None:
+                parameter.late_write()
+        return tuple([(p._local_tensor.data_ptr(), p._local_tensor._version, p._version) for p in current])
 
     def start(self, current: tuple[TensorOnGrid, ...], group: dist.ProcessGroup, levels: TwoLevels | None) -> Pending:
         """Begin to all-gather the message: [z x size]."""
@@ -471,21 +475,25 @@ class BlockShard:
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The block's forward, with whole parameters, and floating-point inputs in the compute dtype."""
 
-        # A compiler sees the forward alone: it would trace what these call, with one graph for each block and state.
-        disabled = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
-
+        # A compiler sees the forward alone: it would trace what else is called, with a graph for each block and state.
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            enter, leave = disabled if may_be_compiled() else (self._enter, self._leave)
-            running, wholes, args, kwargs = enter(args, kwargs)
+            compiler = set_compiler(None)
             try:
-                found = forward(*args, **kwargs)
-            except BaseException as error:
-                leave(running, error, (*args, *kwargs.values()), wholes)
-                raise
-            return leave(running, None, found, wholes)
+                running, wholes, args, kwargs = self._enter(args, kwargs)
+                try:
+                    set_compiler(compiler)
+                    found = forward(*args, **kwargs)
+                except BaseException as error:
+                    set_compiler(None)
+                    self._leave(running, error, (*args, *kwargs.values()), wholes)
+                    raise
+                set_compiler(None)
+                return self._leave(running, None, found, wholes)
+            finally:
+                set_compiler(compiler)
 
-        return torch.compiler.disable(run, recursive=False)
+        return compiled_within(run)
 
     def _enter(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """Begin a forward: `running`, entered, and what it gives, and the inputs, cast."""
@@ -579,13 +587,17 @@ class _GatherBlock(torch.autograd.Function):
     def forward(ctx: Any, block: BlockShard, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.block = block
-        wholes = block.gather()
-        frozen = [whole for whole, parameter in zip(wholes, parameters, strict=True) if not parameter.requires_grad]
-        ctx.mark_non_differentiable(*frozen)
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            wholes = block.gather()
+            frozen = [whole for whole, parameter in zip(wholes, parameters, strict=True) if not parameter.requires_grad]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.block.start_reduction([each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)])
+        with torch._C.DisableTorchFunctionSubclass():
+            asked = [each if is_asked_for(ctx, place) else None for place, each in enumerate(gradients)]
+            ctx.block.start_reduction(asked)
         return (None,) * (1 + len(gradients))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.parallel.comm.autograd import scale_gradient, with_gradient_of_its_own
+from stretto.parallel.comm.autograd import compiled_within, scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
@@ -96,7 +96,7 @@ def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, gri
         part_here = note_features(cut_features(first, group), "y")
         return (part_here, *found[1:]) if isinstance(found, tuple) else part_here
 
-    module.forward = torch.compiler.disable(on_whole_features, recursive=False)
+    module.forward = compiled_within(on_whole_features)
 
 
 def _reader_of(model: nn.Module, name: str) -> nn.Module:
@@ -129,7 +129,7 @@ def _reading(
         with tensors_in(places, precision, scales):
             return forward(*args, **kwargs)
 
-    return torch.compiler.disable(read, recursive=False)
+    return compiled_within(read)
 
 
 def _taken(argument: Any, name: str, precision: Precision, checks: bool) -> Any:

@@ -19,6 +19,7 @@ from stretto.huggingface.pretrained_model import order_of_pipeline_plan
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.builder import TiedParameter
 from stretto.parallel.comm.agreement import JointRefusal, check_ranks_agree
+from stretto.parallel.comm.autograd import compiled_within
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import copy_to_meta
 from stretto.parallel.pipeline.stages import ModelPart, ModelStages, PassedOver, make_tie_group
@@ -447,7 +448,7 @@ def _wrapped(
         args, kwargs = entered
         return leave(forward(*args, **kwargs))
 
-    return torch.compiler.disable(run, recursive=False)
+    return compiled_within(run)
 
 
 def restrict_plan(plan: ShardingPlan | BlockPlan, model: nn.Module) -> ShardingPlan | BlockPlan:
