@@ -59,6 +59,7 @@ from stretto.ops.operator import (
     require_out,
     save_operands,
     scatter_sum,
+    takes_tensors,
 )
 from stretto.ops.prediction import MAX_PIECES
 
@@ -96,6 +97,7 @@ def all_gather_matmul(
 ) -> list[Tensor]: ...
 
 
+@takes_tensors
 def all_gather_matmul(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -145,6 +147,7 @@ def all_gather_matmul(
     return product if x.dim() == 2 else product.view(_shape_product(x, weight, group))
 
 
+@takes_tensors
 def all_gather_matmul_gathered(
     x: Tensor,
     weight: Tensor,

@@ -66,12 +66,14 @@ from stretto.ops.operator import (
     require_out,
     restore_dims,
     save_operands,
+    takes_tensors,
 )
 
 _CONVERTED_BYTES = tl.constexpr(64 << 10)  # of shared memory, that a store by pointers takes to convert a tile's layout
 _ADDED_ELEMENTS = tl.constexpr(8192)  # of each rank's sums, that a program loads at once
 
 
+@takes_tensors
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,
