@@ -131,7 +131,7 @@ OF_ANOTHER_KIND = {
     ),
     "gates of whole numbers": (
         lambda: moe.gated_activation(torch.ones(2, 8, dtype=torch.int32)),
-        r"gated_activation takes floating-point x \[n, 2 \* F\], gate columns first, not torch.int32",
+        r"gated_activation takes x \[n, 2 \* F\], not \[2, 8\] of torch.int32: .* floating-point dtype",
     ),
     "no dims": (
         lambda: moe.experts_mlp(torch.ones(4, 8), torch.tensor([0, 4]).int(), torch.ones(1, 8, 8), torch.tensor(1.0)),

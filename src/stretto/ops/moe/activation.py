@@ -35,7 +35,8 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
     """
     if x.dim() < 1 or x.shape[-1] % 2 or not x.is_floating_point():
         raise ValueError(
-            f"gated_activation takes floating-point x [n, 2 * F], gate columns first, not {x.dtype} {list(x.shape)}"
+            f"gated_activation takes x [n, 2 * F], not {list(x.shape)} of {x.dtype}: gate columns first, then up, of a "
+            "floating-point dtype"
         )
     function = find_activation(activation)
     if suits_kernel(x) and is_silu(function):

@@ -99,10 +99,10 @@ def grouped_weight_gradient(
     _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
     if offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
-    if needs_gradients(grad, rows):
-        raise ValueError("grouped_weight_gradient has no gradients: call it under torch.no_grad()")
     require_implementation(implementation)
     require_places("grouped_weight_gradient", offsets, tokens, rows)
+    if needs_gradients(grad, rows):
+        raise ValueError("grouped_weight_gradient has no gradients: call it under torch.no_grad()")
     return _weight_gradient(grad, rows, offsets, tokens, implementation, room)
 
 
