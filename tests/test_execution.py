@@ -9,7 +9,9 @@ import pytest
 from torch import nn
 
 from stretto import parallel
-from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, option_help
+from stretto.execution import ExecutionKeywords, ExecutionOptions, Overlap, StageOptions, StateOptions, option_help
+from stretto.models import GPTConfig
+from stretto.recommendation import DLRMConfig, TableSize
 from stretto.train.config import make_config
 from stretto.train.config.gpt import RunConfig
 
@@ -34,6 +36,45 @@ def test_each_option_is_described_once_and_an_unknown_policy_is_refused():
     for wrong in ("yes", 1, None):
         with pytest.raises(ValueError, match=f"two_level is {wrong!r}, but must be 'auto', True or False"):
             ExecutionOptions(two_level=wrong)
+
+
+OF_ANOTHER_KIND = [
+    (ExecutionOptions().replace, {"overlap": "off"}, "overlap is 'off', but must be True, False or an Overlap"),
+    (ExecutionOptions, {"overlap": False}, "overlap is False, but must be Overlap"),
+    (ExecutionOptions, {"shard_sequence": "no"}, "shard_sequence is 'no', but must be True or False"),
+    (ExecutionOptions, {"tune_matmuls": None}, "tune_matmuls is None, but must be True or False"),
+    (ExecutionOptions, {"drop_duplicates": 0}, "drop_duplicates is 0, but must be True or False"),
+    (ExecutionOptions, {"expert_rows": 1.5}, "expert_rows is 1.5, but must be a whole number or None"),
+    (ExecutionOptions, {"expert_reduce": "ranks"}, "expert_reduce is 'ranks', but .* choice; did you mean 'rank'"),
+    (ExecutionOptions, {"stages": {"cuts": (1,)}}, r"stages is {'cuts': \(1,\)}, but must be StageOptions"),
+    (Overlap, {"data": "no"}, "overlap's data is 'no', but must be True or False"),
+    (StageOptions, {"cuts": 3}, r"stages' cuts is 3, but must be tuple\[int, ...\] or None"),
+    (StageOptions, {"virtual_stages": "2"}, "stages' virtual_stages is '2', but must be a whole number"),
+    (StageOptions, {"placement": "w"}, "stages' placement is 'w', but must be one of loops, v"),
+    (StateOptions, {"splits_weights": "no"}, "splits_weights is 'no', but must be True or False"),
+    (StateOptions, {"bucket_size": 64.0}, "bucket_size is 64.0, but must be a whole number"),
+    (GPTConfig, {"positions": "rotry"}, "model.positions is 'rotry', .* did you mean 'rotary'"),
+    (GPTConfig, {"layers": 1.5}, "model.layers is 1.5, but must be a whole number"),
+    (GPTConfig, {"vocab": float("nan")}, "model.vocab is nan, but must be a whole number"),
+    (GPTConfig, {"hidden": float("inf")}, "model.hidden is inf, but must be a whole number"),
+    (GPTConfig, {"ffn": True}, "model.ffn is True, but must be a whole number or None"),
+    (GPTConfig, {"dropout": float("nan")}, "model.dropout is nan, but must be a number"),
+    (GPTConfig, {"bias": "no"}, "model.bias is 'no', but must be True or False"),
+    (TableSize, {"rows": -1}, "a table's rows is -1, but must be at least 1"),
+    (TableSize, {"pooling": float("nan")}, "a table's pooling is nan, but must be a number"),
+    (DLRMConfig, {"rows": "x"}, r"model.rows is 'x', but must be tuple\[int, ...\]"),
+]
+NEEDED = {
+    GPTConfig: {"layers": 2, "hidden": 32, "heads": 4},
+    TableSize: {"rows": 8, "dim": 4},
+    DLRMConfig: {"rows": (8,), "dim": 4, "bottom": (4,), "top": (1,)},
+}
+
+
+@pytest.mark.parametrize(("make", "wrong", "words"), OF_ANOTHER_KIND, ids=[words for *_, words in OF_ANOTHER_KIND])
+def test_options_of_another_kind_than_their_annotation_are_refused(make, wrong, words):
+    with pytest.raises(ValueError, match=words):
+        make(**NEEDED.get(make, {}) | wrong)
 
 
 def test_copy_engines_alone_hide_nothing():

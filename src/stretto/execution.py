@@ -15,7 +15,7 @@ from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from stretto.quantities import require_least
-from stretto.suggestions import require_one_of
+from stretto.suggestions import require_fields, require_one_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class Overlap:
     data: bool = True
     copy_engines: bool = True
 
+    def __post_init__(self) -> None:
+        require_fields(self, "overlap's ")
+
     @classmethod
     def parse(cls, value: "Overlap | bool") -> "Overlap":
         """Parse the argument of `parallelize(overlap=...)`: True switches all kinds on, False off.
@@ -52,6 +55,8 @@ class Overlap:
         """
         if isinstance(value, Overlap):
             return value
+        if not isinstance(value, bool):
+            raise ValueError(f"overlap is {value!r}, but must be True, False or an Overlap")
         return cls() if value else cls(all_reduce=False, reduce_scatter=False, all_gather=False, data=False)
 
     @property
@@ -97,14 +102,12 @@ class StateOptions:
 
     def __post_init__(self) -> None:
         check_sparsity(self.sparsity)
+        require_fields(self)
         if self.sparsity and not self.is_separate:
             raise ValueError(
                 f"sparsity is {self.sparsity}, which needs optimizer state apart from the weights: location is "
                 f"{self.location!r}; 'device' or 'host' would do"
             )
-        require_one_of(get_args(SparseIndexKind), index=self.index)
-        require_one_of(get_args(StateLocation), location=self.location)
-        require_one_of(get_args(StepPlace), step_on=self.step_on)
         if self.bucket_size < 1 or self.bucket_size % BUCKET_ALIGNMENT:
             near = max(BUCKET_ALIGNMENT, round(self.bucket_size / BUCKET_ALIGNMENT) * BUCKET_ALIGNMENT)
             raise ValueError(
@@ -158,8 +161,7 @@ class StageOptions:
     last: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.placement not in get_args(StagePlacement):
-            raise ValueError(f"placement is {self.placement!r}, but must be 'loops' or 'v'")
+        require_fields(self, "stages' ")
         require_least(1, virtual_stages=self.virtual_stages)
         if self.placement == "v" and self.virtual_stages != 2:
             raise ValueError(f"placement 'v' takes two stages a rank, and virtual_stages is {self.virtual_stages}")
@@ -407,21 +409,11 @@ class ExecutionOptions:
     )
 
     def __post_init__(self) -> None:
-        require_one_of(get_args(ReshardPolicy), reshard=self.reshard)
-        if self.fused not in ("auto", False):
-            raise ValueError(f"fused is {self.fused!r}, but must be 'auto' or False")
-        if not (isinstance(self.two_level, bool) or self.two_level == "auto"):
-            raise ValueError(f"two_level is {self.two_level!r}, but must be 'auto', True or False; 'auto' would do")
+        require_fields(self)
         Recomputation.parse(self.recompute)
-        if self.expert_reduce not in get_args(ExpertReduce):
-            raise ValueError(f"expert_reduce is {self.expert_reduce!r}, but must be 'rank' or 'choice'")
-        if not isinstance(self.invariant, bool):
-            raise ValueError(f"invariant is {self.invariant!r}, but must be True or False; False is the default")
         if self.invariant and self.fp8 is not None:
             raise ValueError("invariant sums are not of fp8 products: leave fp8 out, or invariant=False would do")
-        rows = self.expert_rows
-        if rows is not None and (isinstance(rows, bool) or rows < 1):
-            raise ValueError(f"expert_rows is {rows!r}, but must be a whole number, at least 1, or None")
+        require_least(1, expert_rows=self.expert_rows)
 
     @cached_property
     def recomputation(self) -> Recomputation:

@@ -2,9 +2,13 @@
 """Parts of error messages: what a misspelt name or path was probably meant to be, and all that is missing."""
 
 import re
+import types
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 MAX_SUGGESTIONS = 3  # suggestions of one message
 _SHORTEST_PART = 3  # letters of a name of which others may be longer forms
@@ -30,6 +34,51 @@ def require_type(value: object, kind: type, argument: str) -> None:
     """TypeError that names the argument and what it takes, unless a value is of this kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{argument} is {value!r:.60}, of type {type(value).__name__}, but must be a {kind.__name__}")
+
+
+def require_fields(options: Any, prefix: str = "") -> None:
+    """Raise ValueError for the first field of a dataclass whose value is none of its annotation's.
+
+    Whole numbers do for floats, NaN does for nothing, True and False are no numbers, and lists do for tuples.
+    """
+    for name, kind in _find_kinds(type(options)).items():
+        value = getattr(options, name)
+        if not _is_of(value, kind):
+            if get_origin(kind) is Literal and all(isinstance(each, str) for each in get_args(kind)):
+                require_one_of(get_args(kind), prefix, **{name: value})
+            raise ValueError(f"{prefix}{name} is {value!r:.80}, but must be {_describe(kind)}")
+
+
+@cache
+def _find_kinds(options: Any) -> dict[str, Any]:
+    return {name: kind for name, kind in get_type_hints(options).items() if name in options.__dataclass_fields__}
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    """True if a value is of an annotation's kind; what an annotation says of a mapping's or sequence's items is not
+    looked at."""
+    origin, members = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in members)
+    if origin in (types.UnionType, Union):
+        return any(_is_of(value, each) for each in members)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and (members[1:] != (...,) or all(_is_of(e, members[0]) for e in value))
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool) and value == value
+    return isinstance(value, origin or kind)
+
+
+def _describe(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        *others, last = map(repr, get_args(kind))
+        return f"{', '.join(others)} or {last}"
+    if get_origin(kind) in (types.UnionType, Union):
+        return " or ".join(map(_describe, get_args(kind)))
+    return _WORDS.get(kind) or (str(kind) if get_origin(kind) else kind.__name__)
+
+
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
 
 
 def require_one_of(known: Iterable[object], prefix: str = "", /, **values: object) -> None:

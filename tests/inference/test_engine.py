@@ -4,6 +4,7 @@ company of a request."""
 
 import math
 import random
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -347,6 +348,51 @@ def test_every_setting_by_which_transformers_chooses_other_tokens_is_named() -> 
     assert {"min_p", "stop_strings", "watermarking_config", "encoder_repetition_penalty", "min_new_tokens"} <= read
 
 
+def test_threads_share_an_engine_and_each_gets_its_own_tokens() -> None:
+    engine, found = engine_of_one_rank(), {}
+    prompts = [[number + 1, number + 2, number + 3] for number in range(6)]
+    expected = [engine.generate([prompt], 6) for prompt in prompts]
+
+    def generate(number: int) -> None:
+        found[number] = engine.generate([prompts[number]], 6)
+
+    threads = [threading.Thread(target=generate, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [found.get(number) for number in range(len(prompts))] == expected
+
+
+def test_requests_that_another_threads_failed_step_has_dropped_are_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of_one_rank()
+
+    def drop() -> bool:
+        engine._scheduler.clear()  # as a step does that fails
+        return False
+
+    monkeypatch.setattr(engine, "step", drop)
+    with pytest.raises(ValueError, match=r"a step that another thread has called failed, .* dropped: call again"):
+        engine.generate([[1, 2]], 3)
+
+
+def test_a_closed_engine_and_a_table_that_no_memory_holds_are_refused() -> None:
+    engine = engine_of_one_rank()
+    engine.close()
+    engine.close()
+    for call in (lambda: engine.generate([[1]], 2), lambda: engine.submit([1], 2), engine.step):
+        with pytest.raises(ValueError, match="this engine is closed: make another one of its model"):
+            call()
+    model = parallelize(make("llama"), Grid())
+    for given, message in (
+        ({"max_batch": 10**9}, r"an engine's table of max_batch=1000000000 requests needs at least .* GB"),
+        ({"max_batch": True}, "max_batch is True, but must be a positive integer"),
+        ({"capture": "no"}, "capture is 'no', but must be True or False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Engine(model, **({"max_batch": 2, "cache_tokens": 10_000} | given))
+
+
 @pytest.fixture(scope="module")
 def alone() -> Engine:
     return engine_of_one_rank()
@@ -365,6 +411,7 @@ def alone() -> Engine:
         ({"stop": [-1]}, r"token -1 of stop is outside the vocabulary \[0, "),
         ({"stop": torch.tensor([1 << 40])}, "token 1099511627776 of stop is outside"),
         ({"max_new_tokens": True}, "max_new_tokens is True, but must be a positive integer; 1 is the least"),
+        ({"seed": "x"}, "seed is 'x', but must be an integer; 0 is the default"),
         ({"seed": 1.5}, "seed is 1.5, but must be an integer; 0 is the default"),
         ({"seed": 1 << 63}, "must be of 64 bits; 0 would do"),
         ({"top_k": 2.5}, "top_k is 2.5, but must be an integer"),

@@ -172,6 +172,9 @@ def test_models_with_other_parameters_are_refused() -> None:
     for other in (make("qwen3"), make("llama", num_hidden_layers=3), make("llama", intermediate_size=64)):
         with pytest.raises(ValueError, match="must have the same parameters"):
             copy_weights(other, target)
+    for call in (lambda: copy_weights(None, target), lambda: WeightChanges(None)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="model is None, of type NoneType, but must be a Module"):
+            call()
     with pytest.raises(ValueError, match=r"16-bit weights, not torch\.float32"):
         WeightChanges(target, torch.float32)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -131,6 +131,14 @@ def test_adapters_that_see_whole_sequences_are_refused_over_context(config: Peft
     model = get_peft_model(hugging_face.llama(tied=False), config)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM has adapters of PEFT .* such as LoRA, would do"):
         validate(model, {"context": 2})
+
+
+def test_adapters_with_a_penalty_of_all_parameters_are_refused() -> None:
+    adalora = AdaLoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", total_step=10)
+    model = get_peft_model(hugging_face.llama(tied=False), adalora)
+    for axis in ("data", "x", "y", "z"):
+        with pytest.raises(ValueError, match=r"AdaLoRA adds a penalty of all .*: adapt the model by LoRA"):
+            validate(model, {axis: 2})
 
 
 class ParamWrapper(nn.Module):

@@ -185,7 +185,7 @@ def test_a_rank_may_have_no_table_with_a_warning() -> None:
 def test_nothing_to_place_is_refused() -> None:
     with pytest.raises(ValueError, match="0 tables on 2 ranks"):
         place_tables([], 2)
-    with pytest.raises(ValueError, match=r"table 1 is .*rows=0"):
+    with pytest.raises(ValueError, match="a table's rows is 0, but must be at least 1"):
         place_tables([TableSize(1, 1), TableSize(0, 1)], 2)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stretto.huggingface.attention.linear_attention import linear_attentions_of
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.huggingface.loss import computes_masked_loss, has_loss_of_tokens
-from stretto.huggingface.pretrained_model import base_of, unwrap
+from stretto.huggingface.pretrained_model import adapters_of, base_of, unwrap
 from stretto.ops.attention.plan import Layout
 
 NAME = "stretto_context"
@@ -64,7 +64,7 @@ def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
     layers = count_layers(model)
     known = LINEAR_LAYERS if linear and sum(layers[each] for each in LINEAR_LAYERS) <= len(linear) else ()
     others = sorted(layers.keys() - {*LAYERS, *known})
-    if adapters := sorted(map(str, _adapters_of_whole_sequences(model))):
+    if adapters := sorted(_adapters_of_whole_sequences(model)):
         return (
             f"{kind} has adapters of PEFT ({', '.join(adapters)}) that add tokens or look at whole sequences, of which "
             "context gives a rank a part; adapters of single tokens, such as LoRA, would do"
@@ -126,15 +126,13 @@ def refusal_of_interface(model: Any) -> str | None:
     return None
 
 
-def _adapters_of_whole_sequences(model: nn.Module) -> set[Any]:
+def _adapters_of_whole_sequences(model: nn.Module) -> set[str]:
     """The kinds of a model's PEFT adapters that compute more than a function of each token."""
-    adapters = getattr(model, "peft_config", None)
-    found = set()
-    for each in adapters.values() if isinstance(adapters, dict) else ():
-        kind = getattr(each.peft_type, "value", each.peft_type)
-        if each.is_prompt_learning or getattr(each, "alora_invocation_tokens", None) or kind in _ADAPTERS_OF_SEQUENCES:
-            found.add(kind)
-    return found
+    return {
+        kind
+        for kind, each in adapters_of(model)
+        if each.is_prompt_learning or getattr(each, "alora_invocation_tokens", None) or kind in _ADAPTERS_OF_SEQUENCES
+    }
 
 
 _ADAPTERS_OF_SEQUENCES = ("ADAPTION_PROMPT", "XLORA")

@@ -28,6 +28,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if hasattr(type(module), "base_model_prefix")), model)
 
 
+def adapters_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """The kind of each of a model's PEFT adapters, and its configuration."""
+    adapters = getattr(model, "peft_config", None)
+    found = adapters.values() if isinstance(adapters, dict) else ()
+    return [(str(getattr(each.peft_type, "value", each.peft_type)), each) for each in found]
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """True if this is transformers' Conv1D: a linear that stores [in, out]."""
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"

@@ -5,6 +5,7 @@ import inspect
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from threading import RLock
 from typing import Any, Self
 
 import torch
@@ -70,8 +71,10 @@ class Engine:
             raise ValueError(f"divide_from is {divide_from!r}, but must be 'auto', None or a positive integer")
         sizes |= {} if divide_from in (None, "auto") else {"divide_from": divide_from}
         for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}, but must be a positive integer; 1 is the least")
+        if not isinstance(capture, bool):
+            raise ValueError(f"capture is {capture!r}, but must be True or False")
         if cache_tokens < page:
             raise ValueError(f"cache_tokens is {cache_tokens}, less than a page of {page}; {page} would do")
         state = require_state(model, "Engine")
@@ -123,6 +126,7 @@ class Engine:
         )
         self._max_batch = max_batch
         self._in_flight: tuple[list[StepPart], Drawn] | None = None
+        self._lock, self._is_closed = RLock(), False
         self._lockstep = Lockstep(grid)
         fuser = BlockFuser(
             model, grid.group("x"), fuses_gates=fuses, fuses_angles=not self.is_invariant or grid.device.type == "cuda"
@@ -137,7 +141,8 @@ class Engine:
                     f"{type(model).__name__} has keys of {shape.key} features and values of {shape.value} (latent "
                     "attention), but a paged cache has those of one size"
                 )
-        self._check_room(sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size(), page)
+        token_bytes = sum(shape.heads * (shape.key + shape.value) for shape in shapes) * like.element_size()
+        self._check_room(token_bytes, page, self._runner.count_table_bytes(max(shape.heads for shape in shapes)))
         self._scheduler = Scheduler(max_batch, self._pages, page, chunk)
         fuser.fuse(self._longest)
         for module in model.modules():
@@ -166,12 +171,16 @@ class Engine:
             sizes = [1 << power for power in range(8, self._chunk.bit_length())]
             fuser.tokens.least = fuser.measure(sizes, like)
 
-    def _check_room(self, token_bytes: int, page: int) -> None:
-        """ValueError if this rank has no memory for the cache. token_bytes: of a token, of all layers."""
+    def _check_room(self, token_bytes: int, page: int, table_bytes: int = 0) -> None:
+        """ValueError if this rank has no memory for the cache. token_bytes: of a token, of all layers. table_bytes: of
+        the slots of `max_batch` requests."""
         device, needed = self.grid.device, (self._cache_tokens + page) * token_bytes
         if device.type != "cuda":
-            check_room(needed, self.grid.communicator("world").size(), "the engine's cache", "cache")
+            ranks = self.grid.communicator("world").size()
+            check_room(table_bytes, ranks, f"an engine's table of max_batch={self._max_batch} requests", "max_batch")
+            check_room(needed + table_bytes, ranks, "the engine's cache", "cache")
             return
+        needed += table_bytes
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         free -= torch.cuda.memory_allocated(device)
         if needed > free:
@@ -200,12 +209,15 @@ class Engine:
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         options["stop"] = self._stop if stop is None else parse_stop(stop, self.vocab)  # once: an iterator ends
         requests = [
-            self._parse(prompt, max_new_tokens, seed=seed + number, **options) for number, prompt in enumerate(prompts)
+            self._parse(prompt, max_new_tokens, seed=seed + number if number else seed, **options)
+            for number, prompt in enumerate(prompts)
         ]
         for request in requests:
             self._scheduler.submit(request)
         while self.step():
             pass
+        if not all(request.is_done for request in requests):
+            raise ValueError("a step that another thread has called failed, and all requests were dropped: call again")
         return [request.tokens for request in requests]
 
     def submit(
@@ -240,16 +252,18 @@ class Engine:
         them in vain. Whatever it raises, all requests are dropped: no token is given out that a failed step may have
         computed.
         """
-        try:
-            return self._step()
-        except BaseException as error:
-            self._scheduler.clear()
-            self._in_flight = None
-            if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
-                self._lockstep.name_failed(error)
-            raise
+        with self._lock:  # several threads may serve requests
+            try:
+                return self._step()
+            except BaseException as error:
+                self._scheduler.clear()
+                self._in_flight = None
+                if isinstance(error, RuntimeError) and not isinstance(error, PeerError):
+                    self._lockstep.name_failed(error)
+                raise
 
     def _step(self) -> bool:
+        self._require_open()
         self._runner.join(self._scheduler.admit())
         parts = self._scheduler.next_parts()
         step = describe(parts, self._rows(parts), self._max_batch, self._runner.page)
@@ -274,8 +288,13 @@ class Engine:
 
     def close(self) -> None:
         """Free the CUDA graphs, before the process group is destroyed, and what shows that this rank lives."""
+        self._is_closed = True
         self._runner.close()
         self._lockstep.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("this engine is closed: make another one of its model")
 
     def __enter__(self) -> Self:
         return self
@@ -286,6 +305,7 @@ class Engine:
     def _parse(
         self, prompt: Any, max_new_tokens: int, *, stop: Any, log_probabilities: bool = False, **sampling: Any
     ) -> Request:
+        self._require_open()
         ids = parse_prompt(prompt, self.vocab)
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens!r}, but must be a positive integer; 1 is the least")

@@ -155,10 +155,7 @@ class StepRunner:
         self.is_captured = False
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step = CurrentStep()
-        # The last slot is of rows that fill a batch.
-        width = -(-longest // page)
-        self._feed = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-        self._table = torch.full((slots + 1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
+        self._width = -(-longest // page)
         # By tokens and rows.
         self._graphs: dict[tuple[int, int], CapturedStep] = {}
         self._static_logits: dict[tuple[int, int], Tensor] = {}
@@ -191,9 +188,15 @@ class StepRunner:
         self._rotates = [probe.can_rotate for probe in probes]
         return probes
 
+    def count_table_bytes(self, heads: int) -> int:
+        """The bytes of what `allocate` allocates for the slots."""
+        return (self.slots + 1) * 4 * (2 + self._width + heads)
+
     def allocate(self, shapes: Sequence[CacheShape], like: Tensor, pages: int) -> None:
         """Allocate the cache, and have the model attend to it."""
-        heads = max(shape.heads for shape in shapes)
+        heads, slots = max(shape.heads for shape in shapes), self.slots + 1  # the last one is of rows that fill a batch
+        self._feed = torch.zeros(slots, dtype=torch.int64, device=self.device)
+        self._table = torch.full((slots, self._width), SCRATCH_PAGE, dtype=torch.int32, device=self.device)
         self._step.arrivals = torch.zeros(self.slots * heads, dtype=torch.int32, device=self.device)
         given = pages, self.page, like, self._step
         self.layers = [LayerCache(shape, *given, is_invariant=self._is_invariant) for shape in shapes]

@@ -91,7 +91,16 @@ def token_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     """
     if tokens.shape != logits.shape[:-1]:
         raise ValueError(f"tokens are {list(logits.shape[:-1])}, one for each row of logits, not {list(tokens.shape)}")
-    found: Tensor = _TokenLogProbabilities.apply(logits.flatten(0, -2), tokens.flatten())
+    if tokens.dtype not in (torch.int64, torch.int32) or not logits.is_floating_point():
+        raise ValueError(f"tokens are integers and logits floating-point, not {tokens.dtype} and {logits.dtype}")
+    if tokens.device.type == "cpu" and tokens.numel():
+        low, high = (int(bound) for bound in torch.aminmax(tokens))
+        if low < 0 or high >= logits.shape[-1]:
+            raise ValueError(
+                f"token {low if low < 0 else high} is outside the vocabulary [0, {logits.shape[-1]}): give padding an "
+                "id of it, and leave its log-probability out"
+            )
+    found: Tensor = _TokenLogProbabilities.apply(logits.flatten(0, -2), tokens.flatten().long())
     return found.view(tokens.shape)
 
 

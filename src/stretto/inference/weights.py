@@ -22,6 +22,7 @@ from stretto.parallel.comm.collectives import collective
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on, view_box
 from stretto.parallel.state import require_state, state_of
+from stretto.suggestions import require_type
 
 _BUCKET_BYTES = 256 << 20  # of weights that are sent at a time
 _DTYPES = (torch.bfloat16, torch.float16)  # of patches
@@ -95,6 +96,7 @@ def _send_in_job(received: Tensor, sent: Tensor, received_sizes: list[int], sent
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters, and the buffers that a state dict has, by name."""
+    require_type(model, nn.Module, "model")
     found: dict[str, Tensor] = dict(model.named_parameters())
     for prefix, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
@@ -218,11 +220,12 @@ class WeightChanges:
             raise ValueError(f"patches are of 16-bit weights, not {dtype}; torch.bfloat16 would do")
         self._model, self._dtype = model, dtype
         self._step = 0
+        tensors = _named_tensors(model)
         state = state_of(model)
         grid = None if state is None else state.grid
         self._before = {
             name: [self._round(part.numbers, weight).clone() for part in weight.parts]
-            for name, tensor in _named_tensors(model).items()
+            for name, tensor in tensors.items()
             if _is_first(tensor, grid)
             for weight in [_describe(tensor)]
         }

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.quantities import require_least
-from stretto.suggestions import did_you_mean, require_known_options, require_one_of
+from stretto.suggestions import did_you_mean, require_fields, require_known_options
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class GPTConfig:
     capacity_factor: float | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.moe_layers, list):  # as TOML and JSON have it
+            object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
+        require_fields(self, "model.")
         for name in ("layers", "hidden", "heads", "vocab", "max_seq_len", "ffn"):
             require_least(1, "model.", **{name: getattr(self, name)})
         if self.hidden % self.heads:
@@ -80,8 +83,6 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout is {self.dropout}, but must be in [0, 1)")
-        if isinstance(self.moe_layers, list):  # as TOML and JSON have it
-            object.__setattr__(self, "moe_layers", tuple(self.moe_layers))
         self._check_experts()
 
     def _check_experts(self) -> None:
@@ -99,8 +100,6 @@ class GPTConfig:
             return
         for name in ("num_experts", "experts_per_token", "expert_ffn", "shared_ffn", "expert_groups"):
             require_least(1, "model.", **{name: getattr(self, name)})
-        for name, choices in (("router_scores", SCORES), ("balance", BALANCES)):
-            require_one_of(choices, "model.", **{name: getattr(self, name)})
         for name in ("balance_loss", "bias_rate", "z_loss"):
             require_least(0, "model.", **{name: getattr(self, name)})
         if self.experts_per_token > self.num_experts:
@@ -236,7 +235,6 @@ class GPTConfig:
         return replace(PRESETS[name], **overrides)
 
 
-SCORES = ("softmax", "sigmoid")
 # The usual coefficients of the losses: Fedus et al. (2022), section 2.2; DeepSeek-V3, section 4.2.
 BALANCES = {"switch": 0.01, "sequence": 0.0001, "bias": 0.0, "none": 0.0}
 

@@ -56,6 +56,7 @@ from stretto.ops.operator import (
     require_out,
     save_operands,
     scatter_sum,
+    takes_tensors,
 )
 
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most
@@ -92,6 +93,7 @@ def all_gather_matmul(
 ) -> list[Tensor]: ...
 
 
+@takes_tensors
 def all_gather_matmul(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],
@@ -141,6 +143,7 @@ def all_gather_matmul(
     return product if x.dim() == 2 else product.view(_shape_product(x, weight, group))
 
 
+@takes_tensors
 def all_gather_matmul_gathered(
     x: Tensor,
     weight: Tensor,

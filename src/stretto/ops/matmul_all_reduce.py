@@ -31,12 +31,14 @@ from stretto.ops.operator import (
     require_out,
     restore_dims,
     save_operands,
+    takes_tensors,
 )
 from stretto.suggestions import require_one_of
 
 GRAD_CONVENTIONS = ("sum-of-losses", "replicated-loss")
 
 
+@takes_tensors
 def matmul_all_reduce(
     x: Tensor,
     weight: Tensor,

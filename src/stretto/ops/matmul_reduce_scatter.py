@@ -34,9 +34,11 @@ from stretto.ops.operator import (
     require_out,
     restore_dims,
     save_operands,
+    takes_tensors,
 )
 
 
+@takes_tensors
 def matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,

@@ -10,10 +10,12 @@ operators have them around a library's GEMM where no kernel runs.
 import functools
 import inspect
 import itertools
+import reprlib
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -40,7 +42,8 @@ _ARRIVALS = 1024
 _MAX_KNOWN = 4096
 _BY_TMA = ", by TMA"
 _MEASURED = ", to be measured"
-_PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+_DENSE = {Tensor, torch.nn.Parameter}
+_PLAIN = {*_DENSE, types.NoneType}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -186,18 +189,88 @@ def is_traced(*tensors: Tensor | None, in_modes: bool = True) -> bool:
         or torch._C._get_tracing_state() is not None  # by torch.jit.trace
         or (in_modes and is_in_torch_dispatch_mode())
         or torch._C._are_functorch_transforms_active()
-        or (not _PLAIN.issuperset(map(type, tensors)) and _require_tensors(tensors))
+        or not _PLAIN.issuperset(map(type, tensors))
     )
 
 
-def _require_tensors(tensors: Sequence[object]) -> bool:
-    """True. TypeError for what is neither a tensor nor None."""
-    for tensor in tensors:
-        if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"an operator of stretto.ops takes tensors, not {tensor!r:.60} of type {type(tensor).__name__}"
-            )
-    return True
+def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a public function check the tensors among its arguments, before anything else, by `require_dense`.
+
+    Those are its parameters annotated with Tensor, alone or in a union. NotImplementedError for forward-mode
+    derivatives, and, by the function's name, where torch.func transforms a call and torch has no rule for that.
+    """
+    parameters = inspect.signature(function).parameters
+    kinds = {name: _list_kinds(one.annotation) for name, one in parameters.items()}
+    places = [(name, Tensor in kind) for name, kind in kinds.items()]
+    operator = function.__name__
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        for (name, is_tensor), given in zip(places, args, strict=False):
+            if is_tensor and not _is_dense(given):
+                _require_kind(operator, name, kinds[name], given)
+        for name, given in kwargs.items():
+            if not _is_dense(given) and Tensor in kinds.get(name, ()):
+                _require_kind(operator, name, kinds[name], given)
+        if forward_ad._current_level >= 0:
+            require_no_tangents(*(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)))
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:
+                raise
+            raise NotImplementedError(
+                f"{operator} does not support this transform of torch.func: differentiate by backward() or "
+                f"torch.autograd.grad, and call it for one example after another ({error})"
+            ) from error
+
+    return call
+
+
+def _list_kinds(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, or an annotation alone."""
+    return get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def _is_dense(given: Any) -> bool:
+    return type(given) in _DENSE and given.layout is torch.strided and not (given.is_nested or given.is_neg())
+
+
+def _require_kind(operator: str, name: str, kinds: tuple[Any, ...], given: Any) -> None:
+    """`require_dense` of an argument, unless one of these kinds of its annotation is another one that it has."""
+    if given is None and types.NoneType in kinds:
+        return
+    for kind in kinds:
+        origin = get_origin(kind)
+        if origin is Callable and callable(given):
+            return
+        if origin is Sequence and isinstance(given, Sequence) and not isinstance(given, str):
+            for place, one in enumerate(given):
+                _require_kind(operator, f"{name}[{place}]", _list_kinds(*get_args(kind)), one)
+            return
+    require_dense(operator, name, given)
+
+
+def require_dense(operator: str, name: str, given: object) -> None:
+    """ValueError for what is no tensor, or a sparse, nested, lazily negated or uninitialized one."""
+    if not isinstance(given, Tensor):
+        hint = ": torch.as_tensor makes one of it" * isinstance(given, list | tuple)
+        shown = f"{reprlib.repr(given):.60} of type {type(given).__name__}{hint}"
+    elif torch.nn.parameter.is_lazy(given):
+        shown = "an uninitialized one: call its lazy module once before"
+    elif given.is_nested:
+        shown = "a nested one: pad it (to_padded_tensor), or give each of its tensors in a call"
+    elif given.layout is not torch.strided:
+        shown = f"one of layout {given.layout}: call to_dense() on it"
+    elif given.is_neg():
+        shown = "one that torch negates when it is read: call resolve_neg() on it"
+    else:
+        return
+    raise ValueError(f"{operator}: {name} is a dense tensor, not {shown}")
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
@@ -274,7 +347,6 @@ def require_operands(
 
     weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
     """
-    _require_tensors((x, weight, bias))
     require_matrices(operator, x, weight)
     if x.dtype == FP8:
         raise ValueError(
@@ -311,13 +383,11 @@ def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
         )
 
 
-def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor | None) -> None:
+def require_out(operator: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor | None) -> None:
     """ValueError unless a call can write its output to `out`.
 
     others: the call's operands and other outputs, whose first determines the device; none may share memory with it.
     """
-    if not isinstance(out, Tensor):
-        raise ValueError(f"{operator}: out is a tensor, not {out!r}")
     device = next(one.device for one in others if one is not None)
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
         raise ValueError(
@@ -331,6 +401,8 @@ def require_out(operator: str, out: object, shape: tuple[int, ...], dtype: torch
             f"{operator} with out= has no gradients, as torch's functions have none: call it under torch.no_grad() "
             "with an out that requires none, or without out="
         )
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{operator}: out was made in inference mode, and is written to only there: clone() it")
     if not torch.compiler.is_compiling() and any(one is not None and _share_memory(out, one) for one in others):
         raise ValueError(f"{operator}: out shares memory with an operand or another out: give it memory of its own")
 
@@ -384,11 +456,7 @@ def divide_first_dim(operator: str, x: Tensor, world: int) -> int:
 
 
 def flatten_rows(operator: str, x: Tensor) -> Tensor:
-    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous.
-
-    TypeError for what is no tensor.
-    """
-    _require_tensors((x,))
+    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous."""
     if x.dim() == 2:
         return x
     if x.dim() < 2:

@@ -36,6 +36,7 @@ from stretto.ops.operator import (
     require_place,
     restore_dims,
     show_shape,
+    takes_tensors,
 )
 
 _MIN_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
@@ -43,6 +44,7 @@ _QUANTIZED = (*DTYPES, torch.float64)
 _GRAIN = 16  # bytes: rows of fp8 are multiples of it, as TMA and torch's own products require
 
 
+@takes_tensors
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize rows to fp8: (x in fp8 [..., k], the factor of each row, fp32 [...]).
 
@@ -63,6 +65,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return quantized.to(FP8, memory_format=torch.contiguous_format), scale
 
 
+@takes_tensors
 def all_gather_scaled_matmul(
     x: Tensor,
     weight: Tensor,
@@ -87,6 +90,7 @@ def all_gather_scaled_matmul(
     return _call("all_gather_matmul", operands, group, out, out_dtype, None, implementation)
 
 
+@takes_tensors
 def all_gather_scaled_matmul_gathered(
     x: Tensor,
     weight: Tensor,
@@ -108,6 +112,7 @@ def all_gather_scaled_matmul_gathered(
     return _gathered_matmul(x, weight, x_scale, weight_scale, name, out_dtype, has_one_scale, how)
 
 
+@takes_tensors
 def scaled_matmul_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -130,6 +135,7 @@ def scaled_matmul_reduce_scatter(
     return _call("matmul_reduce_scatter", operands, group, out, out_dtype, reduce_dtype, implementation)
 
 
+@takes_tensors
 def scaled_matmul_all_reduce(
     x: Tensor,
     weight: Tensor,

@@ -20,7 +20,7 @@ from stretto.execution import MIN_COPIED_BYTES, ExecutionOptions
 from stretto.huggingface.experts import ExpertsKind, find_experts
 from stretto.huggingface.family_roles import wildcard
 from stretto.huggingface.formulas import UnknownRolesError
-from stretto.huggingface.pretrained_model import is_conv1d, is_linear, is_pretrained_model
+from stretto.huggingface.pretrained_model import adapters_of, is_conv1d, is_linear, is_pretrained_model
 from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.context.sequence_parts import require_context
@@ -71,6 +71,11 @@ def resolve(
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(f"{name} has a hook, which its shard would never call: register it after parallelize")
+    if any(kind == "ADALORA" for kind, _ in adapters_of(model)):
+        raise ValueError(
+            "AdaLoRA adds a penalty of all its parameters to the loss, and chooses ranks by all their values, of which "
+            "a rank of a grid has a shard: adapt the model by LoRA (peft.LoraConfig), or another kind of PEFT's"
+        )
     require_context(model, sizes)
     plan = _find_plan(model, sizes, roles, local_attributes, blocks)
     if isinstance(plan, ShardingPlan):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stretto.quantities import require_least
-from stretto.suggestions import did_you_mean, require_known_options
+from stretto.suggestions import did_you_mean, require_fields, require_known_options
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class DLRMConfig:
     dense: int = 13
 
     def __post_init__(self) -> None:
+        require_fields(self, "model.")
         for name in ("rows", "bottom", "top", "pooling"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from stretto.quantities import show_bytes
-from stretto.suggestions import name_known
+from stretto.quantities import require_least, show_bytes
+from stretto.suggestions import name_known, require_fields
 
 ShardingKind = Literal["table", "column", "row", "table-row", "replicated"]
 """How a table lies on ranks: whole on one; cut by columns or by rows; by rows on ranks of one node; whole on all."""
@@ -28,10 +28,9 @@ class Growth:
     evicts: Literal["least-recent", "least-frequent"] = "least-recent"
 
     def __post_init__(self) -> None:
+        require_fields(self)
         if not 1 <= self.ids < 2**63 or self.min_count < 1:
             raise ValueError(f"{self}: ids are 1 to {2**63 - 1}, and min_count is at least 1")
-        if self.evicts not in (known := ("least-recent", "least-frequent")):
-            raise ValueError(f"evicts is {self.evicts!r}{name_known(self.evicts, known)}")
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class TableSize:
     dim: int
     pooling: float = 1.0
     growth: Growth | None = None
+
+    def __post_init__(self) -> None:
+        require_fields(self, "a table's ")
+        require_least(1, "a table's ", rows=self.rows, dim=self.dim)
+        require_least(0, "a table's ", pooling=self.pooling)
 
     @property
     def ids(self) -> int:
@@ -255,9 +259,6 @@ def place_tables(tables: Sequence[TableSize], ranks: int) -> TablePlacement:
 
 
 def check_sizes(tables: Sequence[TableSize], ranks: int) -> None:
-    """ValueError without tables or ranks, and for a table without rows or columns."""
+    """ValueError without tables or ranks."""
     if not tables or ranks < 1:
         raise ValueError(f"{len(tables)} tables on {ranks} ranks: there must be at least one of each")
-    for number, size in enumerate(tables):
-        if size.rows < 1 or size.dim < 1 or size.pooling < 0:
-            raise ValueError(f"table {number} is {size}, but has at least 1 row of at least 1 number")

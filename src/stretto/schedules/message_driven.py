@@ -9,6 +9,8 @@ import heapq
 from collections import deque
 from typing import Literal, get_args
 
+from stretto.quantities import require_whole
+from stretto.schedules.generators import MAX_ACTIONS
 from stretto.schedules.schedule import Action, PipelineOperation, PipelineSchedule, ScheduleError
 from stretto.schedules.timing import ActionTimes, MessageTimes, PipelineTimeline, StageCosts, StageLinks, make_timeline
 
@@ -139,6 +141,7 @@ def simulate_message_driven(
     stages = costs.stages
     if stages < 1:
         raise ValueError("the costs are of no stage")
+    require_whole("micro_batches", micro_batches, 1, MAX_ACTIONS // (3 * stages))
     limit = stages if limit is None else limit
     policies = [MessageDrivenPolicy(stage, stages, micro_batches, limit, serve_first) for stage in range(stages)]
     channels = MessageTimes(range(stages), links or StageLinks())

@@ -139,7 +139,7 @@ def test_one_rank_needs_no_group():
         ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
         ({"payload": torch.float16}, "payload is None, for x's dtype, or torch.float8_e4m3fn, not torch.float16"),
         ({"x": torch.ones(3, 16, requires_grad=True)}, "dispatch_few has no gradients: call it under torch.no_grad()"),
-        ({"topk_weights": torch.ones(3, 1)}, r"topk_weights has topk_ids' shape, \[3, 2\], not \[3, 1\]"),
+        ({"topk_weights": torch.ones(3, 1)}, r"topk_weights \[3, 2\], not \[3, 16\] and \[3, 1\]"),
         ({"topk_ids": torch.full((3, 2), 4)}, "experts are numbered 0 to 3"),
     ],
     ids=str,

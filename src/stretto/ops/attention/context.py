@@ -29,7 +29,7 @@ from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.joint.registry import is_runnable, name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
-from stretto.ops.operator import find_group, find_name, is_traced
+from stretto.ops.operator import find_group, find_name, is_traced, require_dense, takes_tensors
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -73,6 +73,7 @@ def ring_attention(
     return context_attention(q, k, v, group, implementation="ring", **options)
 
 
+@takes_tensors
 def ulysses_attention(
     q: Tensor | Callable[[], Tensor],
     k: Tensor | Callable[[], Tensor],
@@ -98,7 +99,7 @@ def ulysses_attention(
     causal, layout, window = options.get("causal", False), options.get("layout", "contiguous"), options.get("window")
     sinks, documents = options.get("sinks"), options.get("documents")
     name, ranks = find_name(group), dist.get_world_size(group)
-    q = q if isinstance(q, Tensor) else q()
+    q = q if isinstance(q, Tensor) else _make_dense("q", q)
     _require_tensors(q, q, q, sinks)
     _require_mask(causal, window, documents, layout, q.shape[2], ranks)
     kv_heads = next((each.shape[1] for each in (k, v) if isinstance(each, Tensor) and each.dim() == 4), kv_heads)
@@ -109,7 +110,7 @@ def ulysses_attention(
     heads = q.shape[1]
 
     def make(source: Tensor | Callable[[], Tensor], before: Sequence[Tensor]) -> Tensor:
-        made = source if isinstance(source, Tensor) else source()
+        made = source if isinstance(source, Tensor) else _make_dense("k or v", source)
         _require_tensors(before[0], before[1] if len(before) == 2 else made, made, None)
         if made.shape[1] != kv_heads:
             raise ValueError(f"ulysses_attention: k and v have kv_heads={kv_heads} heads, not {made.shape[1]}")
@@ -133,6 +134,7 @@ def ulysses_attention(
     return out if output is None else torch.nn.functional.linear(out.transpose(1, 2).flatten(2), output)
 
 
+@takes_tensors
 def context_attention(
     q: Tensor,
     k: Tensor,
@@ -199,6 +201,7 @@ def _cut_sinks(sinks: Tensor | None, degree: int, group: dist.ProcessGroup | Non
     return sinks.chunk(degree)[dist.get_rank(group) % degree].contiguous()
 
 
+@takes_tensors
 def packed_attention(
     q: Tensor,
     k: Tensor,
@@ -329,11 +332,13 @@ def _fold_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     return (-q, -number) if number < 0 else (q * 0, 1.0)
 
 
+def _make_dense(name: str, make: Callable[[], Tensor]) -> Tensor:
+    made = make()
+    require_dense("ulysses_attention", f"what makes {name}: its result", made)
+    return made
+
+
 def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    for name, each in (("q", q), ("k", k), ("v", v), ("sinks", q if sinks is None else sinks)):
-        if not isinstance(each, Tensor) or each.is_nested or each.layout is not torch.strided:
-            kind = type(each).__name__
-            raise ValueError(f"context attention: {name} is a dense tensor, not {each!r:.40} of type {kind}")
     shapes = ", ".join(str(list(each.shape)) for each in (q, k, v))
     if any(each.dim() != 4 for each in (q, k, v)):
         raise ValueError(f"context attention takes q, k and v [batch, heads, positions, size], not {shapes}")
@@ -380,11 +385,6 @@ def _require_mask(
         raise ValueError(
             f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "
             f"causal={causal}"
-        )
-    if documents is not None and not isinstance(documents, Tensor):
-        raise ValueError(
-            f"context attention: documents are a tensor, int32 [documents + 1], not {documents!r:.40}: torch.tensor("
-            "documents, dtype=torch.int32) would do"
         )
     if documents is not None and (
         documents.dim() != 1 or len(documents) < 2 or documents.dtype not in (torch.int32, torch.int64)

@@ -18,6 +18,7 @@ from stretto.ops.operator import (
     require_agreement,
     require_place,
     show_shape,
+    takes_tensors,
 )
 from stretto.ops.row_sums.kernel import (
     SumOperands,
@@ -29,6 +30,7 @@ from stretto.ops.row_sums.kernel import (
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm, require_norm, require_norm_operands
 
 
+@takes_tensors
 def all_reduce_norm(
     x: Tensor,
     residual: Tensor,

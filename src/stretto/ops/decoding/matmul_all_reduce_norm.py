@@ -24,7 +24,9 @@ from stretto.ops.operator import (
     find_name,
     flatten_rows,
     require_agreement,
+    require_matrices,
     require_operands,
+    takes_tensors,
 )
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
@@ -39,6 +41,7 @@ from stretto.ops.row_sums.norm import (
 from stretto.ops.scaled import scaled_matmul_all_reduce
 
 
+@takes_tensors
 def matmul_all_reduce_norm(
     x: Tensor,
     weight: Tensor,
@@ -71,6 +74,7 @@ def matmul_all_reduce_norm(
     rows = flatten_rows("matmul_all_reduce_norm", x)
     if invariant:
         require_plain("matmul_all_reduce_norm", how, None, None)
+    require_matrices("matmul_all_reduce_norm", rows, weight)
     shape = *x.shape[:-1], weight.shape[0]
     require_same_shape("matmul_all_reduce_norm", shape, residual)
     operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias
@@ -78,6 +82,7 @@ def matmul_all_reduce_norm(
     return normed.view(shape), added.view(shape)
 
 
+@takes_tensors
 def scaled_matmul_all_reduce_norm(
     x: Tensor,
     weight: Tensor,
@@ -98,6 +103,7 @@ def scaled_matmul_all_reduce_norm(
     x, weight and their scales are as in `scaled_matmul_all_reduce`.
     """
     require_norm("scaled_matmul_all_reduce_norm", norm, eps)
+    require_matrices("scaled_matmul_all_reduce_norm", flatten_rows("scaled_matmul_all_reduce_norm", x), weight)
     require_same_shape("scaled_matmul_all_reduce_norm", (*x.shape[:-1], weight.shape[0]), residual)
     rows = residual.flatten(0, -2)
     operands = NormOperands(None, rows, norm_weight, norm_bias)

@@ -9,7 +9,7 @@ from torch import Tensor
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.all_reduce_norm import require_no_gradients
 from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels, choose_singles, find_tiles
-from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape
+from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape, takes_tensors
 from stretto.tiles import INTERPRETED
 
 MAX_SIZE = 256
@@ -19,6 +19,7 @@ FLASH_PAGE = 256
 """flash-attn's pages are multiples of it."""
 
 
+@takes_tensors
 def paged_attention(
     q: Tensor,
     key_cache: Tensor,
@@ -55,7 +56,7 @@ def paged_attention(
         raise ValueError(f"paged_attention: window is a number of tokens from 1 on, or None, not {window!r}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation is {', '.join(map(repr, IMPLEMENTATIONS))}, not {implementation!r}")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = max(q.shape[-1:].numel(), 1) ** -0.5 if scale is None else float(scale)
     inputs = q, key_cache, value_cache, block_table, lengths, query_offsets
     return _call(*inputs, scale, window or 0, invariant, implementation)
 

@@ -32,7 +32,7 @@ from stretto.ops.embedding.operator import (
 )
 from stretto.ops.embedding.placement import require_input
 from stretto.ops.embedding.table_set import SeenTensors, accept_tables, find_tables
-from stretto.ops.operator import find_name, is_traced
+from stretto.ops.operator import find_name, is_traced, require_dense, takes_tensors
 
 STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
 """The number of states that each optimizer has of a table."""
@@ -42,6 +42,7 @@ _OPERATOR = "embedding_all_to_all_update"
 _seen_states = SeenTensors()
 
 
+@takes_tensors
 def embedding_all_to_all_update(
     grad: Tensor,
     indices: Tensor,
@@ -177,6 +178,9 @@ def require_step(
 ) -> None:
     """ValueError for an unknown optimizer, or for a step's tensors that do not fit tables of these shapes and dtype."""
     optimizer, settings, states, clock = step[:4]
+    require_dense(_OPERATOR, "update.settings", settings)
+    if clock is not None:
+        require_dense(_OPERATOR, "update.clock", clock)
     if optimizer not in OPTIMIZERS:
         raise ValueError(f"{_OPERATOR}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
     shapes = [(len(rows), SETTINGS.value)] if optimizer == "adam" else [(2,), (len(rows), SETTINGS.value)]
@@ -229,6 +233,7 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
+@takes_tensors
 def embedding_all_to_all_updating(
     indices: Tensor,
     offsets: Tensor,

@@ -30,9 +30,10 @@ from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
 from stretto.ops.joint.registry import name_schedule
-from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced, register_fake
+from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced, register_fake, takes_tensors
 
 
+@takes_tensors
 def embedding_all_to_all(
     indices: Tensor,
     offsets: Tensor,
@@ -311,6 +312,7 @@ class _LookUp(torch.autograd.Function):
         return *[None] * 5, *grads
 
 
+@takes_tensors
 def tune_embedding(
     indices: Tensor,
     offsets: Tensor,

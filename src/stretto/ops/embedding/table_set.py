@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from stretto.ops.operator import DTYPES
+from stretto.ops.operator import DTYPES, require_dense
 
 MAX_DIM = 2048
 _MAX_KEPT = 256
@@ -118,7 +118,11 @@ def find_tables(tables: Sequence[Tensor], device: torch.device) -> TableSet:
             _found[looks] = accept_tables(tables, device, addresses)
         return _found[looks]
 
-    return _seen.find(tables, (device, tuple(map(_needs_grad, tables))), find)
+    try:
+        return _seen.find(tables, (device, tuple(map(_needs_grad, tables))), find)
+    except (AttributeError, RuntimeError, TypeError):  # of what has no address: each call checking all would be slow
+        accept_tables(tables, device)
+        raise
 
 
 def accept_tables(tables: Sequence[Tensor], device: torch.device, addresses: tuple[int, ...] = ()) -> TableSet:
@@ -137,6 +141,7 @@ def accept_tables(tables: Sequence[Tensor], device: torch.device, addresses: tup
 
 def _require_table(place: int, table: Tensor, first: Tensor, device: torch.device) -> None:
     name = _OPERATOR
+    require_dense(name, f"tables[{place}]", table)
     if table.dim() != 2 or not table.is_contiguous():
         raise ValueError(
             f"{name}: table {place} is no contiguous tensor [rows, dim]: it is {list(table.shape)} with strides "

@@ -25,6 +25,7 @@ from stretto.ops.operator import (
     require_operands,
     restore_dims,
     save_operands,
+    takes_tensors,
 )
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, find_packets_obstacle
 from stretto.tiles import INTERPRETED
@@ -35,6 +36,7 @@ LEAVES = 8
 _ELEMENTS = 1 << 22  # products that torch keeps at a time
 
 
+@takes_tensors
 def invariant_matmul(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, leaves: int = 1) -> Tensor:
     """x times weight's transpose, + bias: [..., k], [n, k] -> [..., n]; a row's bits depend on no other row.
 

@@ -28,11 +28,13 @@ from stretto.ops.operator import (
     find_name,
     require_operands,
     save_operands,
+    takes_tensors,
 )
 
 _OPERATOR = "matmul_all_to_all"
 
 
+@takes_tensors
 def matmul_all_to_all(
     x: Tensor,
     weight: Tensor,

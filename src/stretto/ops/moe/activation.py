@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.permutation import DTYPES, choose_block, find_block
-from stretto.ops.operator import Autograd, define_operator, needs_gradients
+from stretto.ops.operator import Autograd, define_operator, needs_gradients, takes_tensors
 from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]
@@ -21,6 +21,7 @@ _ROW_BLOCK = 1024  # columns of a row that a program has at once
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+@takes_tensors
 def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
     """activation(gate) * up, of x [n, 2 * F] whose first F columns are the gate, and the others up: [n, F].
 
@@ -32,8 +33,11 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
     once, where torch's two operators, which all else takes, round silu(gate) as well: its error is the smaller one, and
     its bits differ from theirs.
     """
-    if x.dim() < 1 or x.shape[-1] % 2:
-        raise ValueError(f"gated_activation takes x [n, 2 * F], not {list(x.shape)}: gate columns first, then up")
+    if x.dim() < 1 or x.shape[-1] % 2 or not x.is_floating_point():
+        raise ValueError(
+            f"gated_activation takes x [n, 2 * F], not {list(x.shape)} of {x.dtype}: gate columns first, then up, of a "
+            "floating-point dtype"
+        )
     function = find_activation(activation)
     if suits_kernel(x) and is_silu(function):
         return gate_on_gpu(x)
@@ -43,13 +47,12 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
 
 def has_gate(operator: str, gate_up: Tensor, down: Tensor) -> bool:
     """True for gate and up projections, False for an up projection alone. ValueError where they do not fit `down`."""
-    inner = down.shape[-1]
-    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (inner, 2 * inner):
+    if gate_up.dim() != 3 or down.dim() != 3 or gate_up.shape[1] not in (down.shape[2], 2 * down.shape[2]):
         raise ValueError(
             f"{operator} takes gate_up [e, 2 * f, h], or [e, f, h] without a gate, and down [e, h, f], not "
             f"{list(gate_up.shape)} and {list(down.shape)}"
         )
-    return gate_up.shape[1] != inner
+    return gate_up.shape[1] != down.shape[2]
 
 
 def find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:

@@ -18,7 +18,7 @@ from stretto.ops.joint.registry import name_between_nodes, name_schedule
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
 from stretto.ops.moe.kernel_route import find_kernel_route, find_messages
 from stretto.ops.moe.pairs import ExpertParts
-from stretto.ops.moe.permutation import require_tokens
+from stretto.ops.moe.permutation import require_tokens, require_weighted
 from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
 from stretto.ops.operator import find_known, find_name, require_agreement
 
@@ -93,10 +93,8 @@ def check_call(
     if implementation not in _IMPLEMENTATIONS:
         raise ValueError(f'{operator}: implementation is "auto", "kernel" or "library", not {implementation!r}')
     require_tokens(operator, x, topk_ids, num_experts)
-    if topk_weights is not None and topk_weights.shape != topk_ids.shape:
-        raise ValueError(
-            f"{operator}: topk_weights has topk_ids' shape, {list(topk_ids.shape)}, not {list(topk_weights.shape)}"
-        )
+    if topk_weights is not None:
+        require_weighted(operator, x, topk_weights, topk_ids.shape)
     if max_rows is not None and max_rows < 1:
         raise ValueError(f"{operator}: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
     group, gather_group = find_several(group), find_several(gather_group)

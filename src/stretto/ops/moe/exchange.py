@@ -24,6 +24,7 @@ from stretto.ops.moe.permutation import (
     unpermute,
 )
 from stretto.ops.moe.routes import CollectiveWrapper, Route, call
+from stretto.ops.operator import takes_tensors
 
 Reduce = Literal["rank", "choice"]
 """Where a token's rows are summed: by each of its experts' ranks first, or by its own, in the order of its choices."""
@@ -68,6 +69,7 @@ class Dispatched:
     handle: DispatchHandle
 
 
+@takes_tensors
 def dispatch(
     x: Tensor,
     topk_ids: Tensor,
@@ -140,6 +142,7 @@ def dispatch(
     return _dispatch_to_ranks(x, topk_ids, topk_weights, route_call, reduce)
 
 
+@takes_tensors
 def combine(
     rows: Tensor,
     handle: DispatchHandle,

@@ -30,8 +30,10 @@ from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradie
 from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places
 from stretto.ops.moe.routes import CollectiveWrapper, call
+from stretto.ops.operator import takes_tensors
 
 
+@takes_tensors
 def dispatch_grouped_matmul(
     x: Tensor,
     topk_ids: Tensor,
@@ -54,7 +56,7 @@ def dispatch_grouped_matmul(
     not copied for each expert, and products by kernels begin on those that have arrived: with a schedule each tile by
     the signals of the messages that bring its rows. Errors are those of `dispatch` and `grouped_matmul`.
     """
-    num_experts = weight.shape[0] * (1 if group is None else group.size())
+    num_experts = len(weight) * (1 if group is None else group.size()) if weight.dim() else 0
     route_call = check_call(
         "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
         implementation, schedule,
@@ -69,6 +71,7 @@ def dispatch_grouped_matmul(
     return _dispatch(x, topk_ids, weight, topk_weights, route_call)
 
 
+@takes_tensors
 def grouped_matmul_combine(
     rows: Tensor,
     weight: Tensor,

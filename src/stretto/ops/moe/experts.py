@@ -24,7 +24,13 @@ from stretto.ops.moe.activation import (
 )
 from stretto.ops.moe.grouped import kernels
 from stretto.ops.moe.grouped.config import choose_config, require_implementation
-from stretto.ops.moe.grouped.matmul import compute_product, compute_weight_gradient, grouped_matmul, require_operands
+from stretto.ops.moe.grouped.matmul import (
+    compute_product,
+    compute_weight_gradient,
+    grouped_matmul,
+    require_operands,
+    require_places,
+)
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import (
     permute,
@@ -35,9 +41,10 @@ from stretto.ops.moe.permutation import (
     sum_dtype,
     unpermute,
 )
-from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
+from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, takes_tensors, without_autocast
 
 
+@takes_tensors
 def experts_mlp(
     rows: Tensor,
     offsets: Tensor,
@@ -59,6 +66,7 @@ def experts_mlp(
     function = find_activation(activation)
     if is_gated and is_silu(function):
         require_operands("experts_mlp", rows, gate_up, offsets)
+        require_places("experts_mlp", offsets, None, rows)
         require_operands("experts_mlp", rows.new_empty(rows.shape[0], down.shape[-1]), down, offsets)
         keeps_inner = needs_gradients(rows, gate_up, down)
         return _multiply_experts(rows, offsets, gate_up, down, None, None, None, keeps_inner, implementation)[0]
@@ -67,6 +75,7 @@ def experts_mlp(
     return grouped_matmul(hidden, down, offsets, implementation=implementation)
 
 
+@takes_tensors
 def routed_experts(
     x: Tensor,
     topk_ids: Tensor,
@@ -82,10 +91,9 @@ def routed_experts(
     gate_up, down and implementation are those of `experts_mlp`, whose outputs are added in the order of topk_ids, as by
     `unpermute`. ids are from 0 to e - 1. ValueError as by `permute`, `experts_mlp` and `unpermute`.
     """
-    experts = gate_up.shape[0]
+    is_gated, experts = has_gate("routed_experts", gate_up, down), gate_up.shape[0]
     require_tokens("routed_experts", x, topk_ids, experts)
     require_implementation(implementation)
-    is_gated = gate_up.dim() == down.dim() == 3 and gate_up.shape[1] == 2 * down.shape[2]
     if not is_gated or not is_silu(find_activation(activation)):
         rows, offsets, positions = permute(x, topk_ids, experts)
         rows = experts_mlp(rows, offsets, gate_up, down, activation, implementation=implementation)

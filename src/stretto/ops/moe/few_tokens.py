@@ -23,7 +23,7 @@ from stretto.ops.gemm import align
 from stretto.ops.moe.call_route import check_call
 from stretto.ops.moe.few_kernels import FewLayout, ReceivedRows, SentChoices, combine_sums, dispatch_tokens
 from stretto.ops.moe.fixed_rows import find_fixed_route
-from stretto.ops.moe.permutation import require_weighted, sort_by_expert, sum_copies
+from stretto.ops.moe.permutation import sort_by_expert, sum_copies
 from stretto.ops.moe.routes import call
 from stretto.ops.operator import (
     DTYPES,
@@ -35,6 +35,7 @@ from stretto.ops.operator import (
     needs_gradients,
     require_agreement,
     scatter_sum,
+    takes_tensors,
 )
 from stretto.ops.scaled import quantize_rows
 from stretto.ops.small_m import THREADS_OF_A_WARP
@@ -111,6 +112,7 @@ class _SentByLibrary:
     weights: Tensor
 
 
+@takes_tensors
 def dispatch_few(
     x: Tensor,
     topk_ids: Tensor,
@@ -146,7 +148,6 @@ def dispatch_few(
     operator = "dispatch_few"
     route_call = check_call(operator, x, topk_ids, topk_weights, num_experts, group, None, None, call, implementation)
     t, k = topk_ids.shape
-    require_weighted(operator, x, topk_weights, (t, k))
     if needs_gradients(x, topk_weights):
         raise ValueError(
             "dispatch_few has no gradients: call it under torch.no_grad(), detach its operands, or take dispatch"
@@ -170,6 +171,7 @@ def dispatch_few(
     return _dispatch(x, topk_ids, topk_weights, num_experts, route_call.group, max_tokens, payload, runs_kernel)
 
 
+@takes_tensors
 def combine_few(rows: Tensor, handle: FewHandle) -> Tensor:
     """Return rows to their tokens' ranks, and sum each token's, weighted: rows [n, h] -> [t, h] of rows' dtype.
 

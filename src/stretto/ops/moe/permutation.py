@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.operator import define_operator, is_traced, needs_gradients
+from stretto.ops.operator import define_operator, is_traced, needs_gradients, takes_tensors
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -57,6 +57,7 @@ class CopyOrder(NamedTuple):
     offsets: Tensor
 
 
+@takes_tensors
 def permute(x: Tensor, topk_ids: Tensor, num_experts: int) -> Permuted:
     """Copy each token once for each of its experts, sorted by expert: x [t, h], topk_ids [t, k] -> rows [t * k, h].
 
@@ -70,6 +71,7 @@ def permute(x: Tensor, topk_ids: Tensor, num_experts: int) -> Permuted:
     return Permuted(copy_tokens(x, order), order.offsets, order.positions)
 
 
+@takes_tensors
 def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
     """Sum each token's rows, weighted: rows [n, h], positions [t, k], topk_weights [t, k] -> [t, h].
 
@@ -78,6 +80,11 @@ def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
     dtype. topk_weights may be of another floating dtype than rows (fp32 beside bf16, as a rule); its gradient is of its
     own. ValueError for other shapes and dtypes.
     """
+    if positions.dim() != 2 or positions.dtype not in (torch.int64, torch.int32) or positions.device != rows.device:
+        raise ValueError(
+            f"unpermute: positions is int64 or int32 [t, k] on {rows.device}, not {positions.dtype} "
+            f"{list(positions.shape)} on {positions.device}"
+        )
     require_weighted("unpermute", rows, topk_weights, positions.shape)
     if rows.shape[0] < positions.numel():
         raise ValueError(f"unpermute: {positions.numel()} positions need as many rows or more, not {rows.shape[0]}")

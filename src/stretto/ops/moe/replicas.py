@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.permutation import sum_dtype
-from stretto.ops.operator import find_name
+from stretto.ops.operator import find_name, takes_tensors
 
 SHARES = 64
 """An expert's tokens are divided among its slots in so many parts, by their number modulo SHARES."""
@@ -113,6 +113,7 @@ def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> ReplicaPla
 
 
 @torch.compiler.disable  # a graph break, as in `dispatch`: placements differ from step to step
+@takes_tensors
 def replicate(weight: Tensor, placement: ReplicaPlacement, group: dist.ProcessGroup | None = None) -> Tensor:
     """The weights of this rank's slots: those of its experts, weight [local, ...], and replicas of other ranks'.
 

@@ -44,6 +44,7 @@ from stretto.ops.operator import (
     needs_gradients,
     reduce_scatter,
     require_agreement,
+    takes_tensors,
 )
 
 
@@ -63,6 +64,7 @@ class GatheredRows:
         return self.handle.offsets
 
 
+@takes_tensors
 def all_gather_moe(
     x: Tensor, weight: Tensor, topk_ids: Tensor, group: dist.ProcessGroup | None = None, *, implementation: str = "auto"
 ) -> GatheredRows:
@@ -89,6 +91,7 @@ def all_gather_moe(
     return GatheredRows(rows, routed)
 
 
+@takes_tensors
 def moe_reduce_scatter(
     rows: Tensor,
     weight: Tensor,
@@ -123,6 +126,7 @@ def moe_reduce_scatter(
     return out
 
 
+@takes_tensors
 def moe_mlp(
     x: Tensor,
     topk_ids: Tensor,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.gemm import divide_up, fixed
-from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape
+from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape, takes_tensors
 from stretto.suggestions import require_one_of
 from stretto.tiles import INTERPRETED, kind_of
 from stretto.tiles.launches import find_launches
@@ -71,17 +71,24 @@ class NormOperands(NamedTuple):
     norm_bias: Tensor | None
 
 
+@takes_tensors
 def invariant_norm(
     x: Tensor, weight: Tensor, *, eps: float, norm: str = "rms", bias: Tensor | None = None, offset: float = 0.0
 ) -> Tensor:
     """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
 
-    norm: "rms" or "layer". weight, bias: [n] of any dtype. Differentiable, once.
+    norm: "rms" or "layer". weight, bias: [n] of any floating-point dtype. Differentiable, once. ValueError for
+    other input.
     """
     require_norm("invariant_norm", norm, eps)
+    if x.dim() < 1 or not x.is_floating_point():
+        raise ValueError(f"invariant_norm takes floating-point x [..., n], not {x.dtype} {show_shape(x)}")
     for name, one in (("weight", weight), ("bias", bias)):
-        if one is not None and one.shape != x.shape[-1:]:
-            raise ValueError(f"invariant_norm: {name} is [{x.shape[-1]}], not {show_shape(one)}")
+        if one is not None and (one.shape != x.shape[-1:] or not one.is_floating_point() or one.device != x.device):
+            raise ValueError(
+                f"invariant_norm: {name} is [{x.shape[-1]}] of a floating-point dtype on {x.device}, not "
+                f"{show_shape(one)} of {one.dtype} on {one.device}"
+            )
     return _exact_norm(x, weight, bias, float(eps), norm, float(offset))
 
 
@@ -91,8 +98,9 @@ def _run_exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, 
         return normalize_by_torch(x, weight, bias, described)
     rows = x.contiguous().view(-1, x.shape[-1])
     normed = torch.empty_like(rows)
+    shift = None if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
-        _launch(None, NormRows(None, rows, weight.contiguous(), bias, normed, None), described)
+        _launch(None, NormRows(None, rows, weight.contiguous(), shift, normed, None), described)
     return normed.view(x.shape)
 
 

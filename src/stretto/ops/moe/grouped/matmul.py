@@ -28,7 +28,7 @@ from stretto.ops.moe.grouped import kernels
 from stretto.ops.moe.grouped.config import choose_config, require_implementation
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import DTYPES, sum_copies
-from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, without_autocast
+from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, takes_tensors, without_autocast
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -39,6 +39,7 @@ _PARTS = 32
 _BLOCK = 1024
 
 
+@takes_tensors
 def grouped_matmul(
     rows: Tensor,
     weight: Tensor,
@@ -67,7 +68,7 @@ def grouped_matmul(
     """
     require_operands("grouped_matmul", rows, weight, offsets)
     require_implementation(implementation)
-    _require_tokens("grouped_matmul", tokens, rows)
+    require_places("grouped_matmul", offsets, tokens, rows)
     if tokens is not None and positions is None and needs_gradients(rows):
         raise ValueError(
             "grouped_matmul: the gradient of rows by tokens needs positions [t, k], as `permute` gives them"
@@ -75,6 +76,7 @@ def grouped_matmul(
     return _multiply(rows, weight, offsets, tokens, positions, implementation, room)
 
 
+@takes_tensors
 def grouped_weight_gradient(
     grad: Tensor,
     rows: Tensor,
@@ -95,10 +97,12 @@ def grouped_weight_gradient(
             f"grouped_weight_gradient takes grad [n, b] and rows [n, a], not {list(grad.shape)} and {list(rows.shape)}"
         )
     _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
-    if offsets.dim() != 1:
+    if offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
     require_implementation(implementation)
-    _require_tokens("grouped_weight_gradient", tokens, rows)
+    require_places("grouped_weight_gradient", offsets, tokens, rows)
+    if needs_gradients(grad, rows):
+        raise ValueError("grouped_weight_gradient has no gradients: call it under torch.no_grad()")
     return _weight_gradient(grad, rows, offsets, tokens, implementation, room)
 
 
@@ -321,12 +325,21 @@ _weight_gradient = define_operator(
 )
 
 
-def _require_tokens(operator: str, tokens: Tensor | None, rows: Tensor) -> None:
-    """ValueError for tokens that are not int32 [n], on the rows' device."""
+def require_places(operator: str, offsets: Tensor, tokens: Tensor | None, rows: Tensor) -> None:
+    """ValueError for tokens that are not int32 [n], on the rows' device; on CPUs, for offsets and tokens outside."""
     if tokens is not None and (tokens.dtype != torch.int32 or tokens.dim() != 1 or tokens.device != rows.device):
         raise ValueError(
             f"{operator}: tokens is torch.int32 [n] on {rows.device}, not {tokens.dtype} {list(tokens.shape)} on "
             f"{tokens.device}"
+        )
+    if offsets.device.type != "cpu" or is_traced(offsets, tokens, rows):
+        return
+    begins, n = offsets.tolist(), len(rows if tokens is None else tokens)
+    if begins[0] != 0 or begins[-1] > n or any(one > other for one, other in pairwise(begins)):
+        raise ValueError(f"{operator}: offsets begin at 0, in ascending order, and end by the {n} rows, not {begins}")
+    if tokens is not None and n and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(rows):
+        raise ValueError(
+            f"{operator}: tokens number the {len(rows)} rows from 0 on, not {int(tokens.min())} to {int(tokens.max())}"
         )
 
 
