@@ -535,6 +535,11 @@ def scatter_many(seed: int) -> list[str]:
             settle()
     while waiting:
         settle()
+    tiny, started = torch.ones(world, 1), []
+    while scatter.takes(tiny) and len(started) <= MAX_STARTED:  # there is a word for each
+        started.append(scatter.start(tiny, 1, torch.float32))
+    if [pending.wait().item() for pending in started] != [world] * min(len(started), MAX_STARTED):
+        wrong.append(f"{len(started)} at once")
     return wrong
 
 
