@@ -12,7 +12,7 @@ from tests.collectives.joint.random_algorithms import random_all_to_all
 from tests.ops.embedding.jagged import Kind, fill_case, look_up_case, make_case, own_rows
 
 from stretto.collectives.algorithms import find
-from stretto.ops.embedding import forward
+from stretto.ops.embedding import forward, output_ring, scheduled
 from stretto.ops.joint.routed import MadeRows
 from stretto.tiles.launches import Launches
 
@@ -28,6 +28,25 @@ def make_schedule(which, seed):
         case "random":
             return random_all_to_all(random.Random(seed), world, 2)
     return which
+
+
+def signal_all_at_once(seed):
+    """Whether vectors are right of which all for a rank have one signal, since parts would take more than there are."""
+    found, make = [], scheduled.make_tables
+    case, schedule = make_case(seed, 2), find("direct-all-to-all").compile(ranks=2, instances=3)
+
+    def look(*arguments, **options):
+        found.append(make(*arguments, **options))
+        return found[-1]
+
+    with mock.patch.multiple(scheduled, CHANNELS=4, make_tables=look), mock.patch.object(output_ring, "CHANNELS", 4):
+        out = look_up_case(case, schedule=schedule)
+    return found[0].made.channels.count, torch.equal(out, look_up_case(case))
+
+
+def test_few_signals_suffice_for_vectors_that_are_being_pooled(interpret):
+    print(f"seed {SEED}")
+    assert interpret(2, signal_all_at_once, SEED) == [(1, True)] * 2
 
 
 def compare_with_direct(first, which):
