@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForQuestionAnswering,
     LlamaForTokenClassification,
+    PatchTSTConfig,
+    PatchTSTForClassification,
 )
 
 from stretto.parallel import Grid, gather, parallelize
@@ -135,6 +137,26 @@ def loss_of_answers(sizes: dict[str, int] | None) -> tuple[float, float]:
 def test_positions_of_answers_are_targets_like_labels(ranks, axis):
     expected = pytest.approx(loss_of_answers(None), rel=1e-5)
     assert ranks(2).run(loss_of_answers, {axis: 2}) == [expected] * 2
+
+
+def loss_of_values(sizes: dict[str, int] | None) -> float:
+    """Return the loss of a model that calls its targets values, of which one rank has two and the other one."""
+    torch.manual_seed(SEED)
+    config = PatchTSTConfig(
+        num_input_channels=2, context_length=16, patch_length=4, patch_stride=4, d_model=16, num_attention_heads=2,
+        num_hidden_layers=2, ffn_dim=32, num_targets=3, use_cls_token=True, norm_type="layernorm",
+    )  # fmt: skip
+    model: Any = PatchTSTForClassification(config)
+    values, targets, rows = torch.randn(4, 16, 2), torch.tensor([0, 2, 1, IGNORED]), slice(4)
+    if sizes is not None:
+        rows = my_rows(grid := Grid(**sizes), 4)
+        parallelize(model, grid)
+    loss: Tensor = model(past_values=values[rows], target_values=targets[rows]).loss
+    return loss.item()
+
+
+def test_targets_that_are_called_so_are_targets_like_labels(ranks):
+    assert ranks(2).run(loss_of_values, {"data": 2}) == [pytest.approx(loss_of_values(None), rel=1e-5)] * 2
 
 
 @pytest.mark.parametrize("kind", SHARED)

@@ -27,7 +27,7 @@ from stretto.parallel.layers.router import count_over_ranks
 from stretto.parallel.roles.plan import ShardingPlan
 
 _TARGETS = ("targets", "labels")  # their names in models' forward
-_ANSWERS = ("start_positions", "end_positions")  # of models that answer questions, beside all names with "label"
+_ANSWERS = ("start_positions", "end_positions", "ans")  # targets beside all whose names have "label" or "target"
 
 
 def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReducer, is_sharded: bool) -> None:
@@ -92,7 +92,7 @@ def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
     @functools.wraps(forward)
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        if all(value is None for key, value in given.items() if "label" in key or key in _ANSWERS):
+        if all(given[key] is None for key in given if "label" in key or "target" in key or key in _ANSWERS):
             return forward(*args, **kwargs)
         means.adds_sums = given.get("num_items_in_batch") is not None  # transformers divides a sum by it
         with means:
