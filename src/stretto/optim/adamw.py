@@ -73,7 +73,10 @@ class AdamW(torch.optim.AdamW):
         """
         loss = call(closure, scale)
         with torch._C.DisableTorchFunctionSubclass():  # 2.11 asks `ShardedParameter` for each attribute of a parameter
-            groups = [self._find_gradients(group) for group in self.param_groups]
+            groups = [  # the parameters that have gradients, each with this rank's parts of both
+                [(p, local(p), local(gradient)) for p in group["params"] if (gradient := GRAD.__get__(p)) is not None]
+                for group in self.param_groups
+            ]
             gradients = [gradient for found in groups for _, _, gradient in found]
             if gradients and all(map(_suits_kernel, [*gradients, *(mine for found in groups for _, mine, _ in found)])):
                 scale = None if scale is None else scale.float()
@@ -94,11 +97,6 @@ class AdamW(torch.optim.AdamW):
         """As torch's."""
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
-
-    @staticmethod
-    def _find_gradients(group: dict[str, Any]) -> list[tuple[nn.Parameter, Tensor, Tensor]]:
-        """The parameters that have gradients, each with this rank's parts of both."""
-        return [(p, local(p), local(gradient)) for p in group["params"] if (gradient := GRAD.__get__(p)) is not None]
 
     def _update(
         self,

@@ -642,7 +642,9 @@ class Proxy {
     double time = now();
     if (time - checked_ < kCheckSeconds) return;
     checked_ = time;
-    close_silent();
+    for (auto& each : connections_) {
+      if (!each->has_greeted && each->began < time - kGreetingSeconds) close_connection(each.get(), "it did not greet");
+    }
     for (int peer = 0; peer < world_; ++peer) {
       Link& link = links_[peer];
       if (!link.is_far || !link.failure.empty()) continue;
@@ -743,15 +745,6 @@ class Proxy {
       if (!oldest || connection->began < oldest->began) oldest = connection.get();
     }
     if (strangers > kMaxStrangers) close_connection(oldest, "too many have not greeted");
-  }
-
-  void close_silent() {
-    double limit = now() - kGreetingSeconds;
-    for (auto& connection : connections_) {
-      if (!connection->is_closed && !connection->has_greeted && connection->began < limit) {
-        close_connection(connection.get(), "it did not greet");
-      }
-    }
   }
 
   void close_connection(Connection* connection, const std::string& why) {
