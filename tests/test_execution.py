@@ -20,7 +20,7 @@ def test_options_are_changed_by_name_and_overlap_may_be_a_bool():
     options = ExecutionOptions().replace(overlap=False, reshard="after_forward")
     assert options == ExecutionOptions(Overlap.parse(False), reshard="after_forward")
     assert options.replace(overlap=True) == ExecutionOptions(reshard="after_forward")
-    with pytest.raises(TypeError, match="reshrad"):
+    with pytest.raises(TypeError, match="there is no option 'reshrad'; did you mean 'reshard'"):
         options.replace(reshrad="after_step")
 
 

@@ -15,7 +15,7 @@ from textwrap import fill
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 from stretto.quantities import require_least
-from stretto.suggestions import require_fields, require_one_of
+from stretto.suggestions import did_you_mean, require_fields, require_one_of
 
 
 @dataclass(frozen=True)
@@ -437,6 +437,10 @@ class ExecutionOptions:
 
     def replace(self, **changes: Any) -> "ExecutionOptions":
         """The same with other values by name; `overlap` and `fp8` may be simpler (`parse`). TypeError for no option."""
+        known = [each.name for each in fields(self)]
+        for name in changes.keys() - set(known):
+            near = did_you_mean(name, known) or f": known are {', '.join(known)}"
+            raise TypeError(f"there is no option {name!r}{near}")
         if "overlap" in changes:
             changes["overlap"] = Overlap.parse(changes["overlap"])
         if "fp8" in changes:

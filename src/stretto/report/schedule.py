@@ -44,9 +44,9 @@ NAMES = {
 DARK = {StepType.RECEIVE, StepType.RECEIVE_COPY_SEND, StepType.RECEIVE_REDUCE_SEND}
 
 
-def plot_schedule(schedule: Schedule, file: Path, ranks: range | None = None) -> None:
+def plot_schedule(schedule: Schedule, file: str | Path, ranks: range | None = None) -> None:
     """Plot a schedule, or some ranks of it, into a PNG or SVG. Raises ValueError as `lay_out` does."""
-    draw_schedule(lay_out(schedule, file, ranks), file)
+    draw_schedule(lay_out(schedule, Path(file), ranks), Path(file))
 
 
 def draw_schedule(layout: ScheduleLayout, file: Path) -> None:

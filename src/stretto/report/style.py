@@ -104,7 +104,7 @@ _GAP, _PANEL_GAP = 0.07, 0.14  # inches between title, subtitle and legend, and 
 
 
 @contextmanager
-def drawing(file: Path, width: float, height: float, make: "type[Picture] | None" = None) -> Iterator[Any]:
+def drawing(file: str | Path, width: float, height: float, make: "type[Picture] | None" = None) -> Iterator[Any]:
     """Draw a `Picture` and write it to `file` (.png or .svg). width, height: of all panels together, in inches."""
     with rc_context(_STYLE):
         # Without pyplot, which has global state and may need a window system.
@@ -114,8 +114,8 @@ def drawing(file: Path, width: float, height: float, make: "type[Picture] | None
         yield picture
         picture.lay_out()
         # The bounding box must stay: texts are wrapped to this width.
-        kind = file.suffix.removeprefix(".") or "png"
-        write_atomically(file, lambda out: picture.figure.savefig(out, dpi=DPI, format=kind))
+        kind = Path(file).suffix.removeprefix(".") or "png"
+        write_atomically(Path(file), lambda out: picture.figure.savefig(out, dpi=DPI, format=kind))
 
 
 @dataclass

@@ -26,7 +26,7 @@ KINDS = {
 MILLISECONDS = 1e3
 
 
-def plot_timeline(timeline: Timeline, file: Path, *, origin: str = "") -> None:
+def plot_timeline(timeline: Timeline, file: str | Path, *, origin: str = "") -> None:
     """Plot a timeline into a PNG. The right margin has each row's milliseconds per step, and those exposed.
 
     origin: the machine and the date.

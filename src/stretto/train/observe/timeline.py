@@ -192,12 +192,12 @@ class Timeline:
         return total(intervals) / len(self.steps)
 
 
-def read_timeline(trace: Path | Mapping[str, Any]) -> Timeline:
+def read_timeline(trace: str | Path | Mapping[str, Any]) -> Timeline:
     """Read the timeline of a trace: a file, or its content. Raises ValueError for traces that Stretto did not write."""
-    if isinstance(trace, Path):
+    if isinstance(trace, str | Path):
         where = str(trace)
         try:
-            content = json.loads(trace.read_text(encoding="utf-8"))
+            content = json.loads(Path(trace).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where} is no trace: {error}") from error
     else:

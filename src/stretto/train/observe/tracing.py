@@ -132,12 +132,12 @@ class StepTracer(AbstractContextManager["StepTracer"]):
             os.replace(path, self._file)
 
 
-def trace_steps(run: Callable[[], object], grid: Grid, file: Path, steps: int = 2) -> Timeline | None:
+def trace_steps(run: Callable[[], object], grid: Grid, file: str | Path, steps: int = 2) -> Timeline | None:
     """Call `run` so often, a step of training or of an engine, and write a trace of it; the timeline, on rank 0.
 
     Collective: all ranks of the grid make the same calls.
     """
-    with StepTracer(file, grid, range(1, steps + 1)) as tracer:
+    with StepTracer(Path(file), grid, range(1, steps + 1)) as tracer:
         for step in range(1, steps + 1):
             with tracer.step(step):
                 run()
