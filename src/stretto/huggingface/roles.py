@@ -46,6 +46,8 @@ def plan_of(
         modules = dict(base.named_modules(remove_duplicate=False))
         unknown = {name: module for name, module in modules.items() if prefix + name not in known}
         roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
+        if roles:
+            beside = {name: "dropout" for name, module in model.named_modules() if _is_between_blocks(name, module, prefix)}
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()} | dict(beside)
     if isinstance(getattr(model, LANGUAGE_MODEL_HEAD, None), nn.Linear):
         named[LANGUAGE_MODEL_HEAD] = "head"
@@ -86,6 +88,13 @@ def _roles_of_tp_plan(
         for name in names:
             roles[name] = _with_heads(base, prefix, name, STYLES[tp_plan[pattern]])
     return roles
+
+
+def _is_between_blocks(name: str, module: nn.Module, prefix: str) -> bool:
+    """True for dropout of hidden features: a child of the model, of its base model, or of one of the blocks."""
+    parent = name.rpartition(".")[0]
+    is_outside = parent in ("", prefix.removesuffix(".")) or parent.rpartition(".")[2].isdigit()
+    return is_outside and isinstance(module, nn.Dropout) and module.p > 0
 
 
 def _with_heads(base: nn.Module, prefix: str, name: str, role: str) -> Any:

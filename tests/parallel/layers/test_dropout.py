@@ -12,6 +12,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, parallelize
 from stretto.parallel.layers.dropout import ParallelDropout
 from tests.conftest import Ranks
+from tests.parallel.hugging_face import causal_lm
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=4, vocab=61, max_seq_len=16, dropout=0.3)
 GRIDS = [{"x": 4}, {"y": 4}, {"z": 4}, {"data": 2, "y": 2}, {"x": 2, "z": 2}, {"context": 2, "data": 2}]
@@ -42,6 +43,27 @@ def test_every_grid_drops_the_same_elements_and_so_does_recomputation(ranks: Cal
     (expected,) = ranks(1).run(loss_of_one_step, {})
     for losses in ranks(4).run(all_losses):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor([expected] * len(losses)), rtol=1e-9, atol=0)
+
+
+def losses_of_phi() -> list[float]:
+    losses = []
+    for sizes in ({"x": 2}, {"y": 2}, {"z": 2}, {"context": 2}):
+        grid = Grid(**sizes)
+        torch.manual_seed(0)
+        model = parallelize(causal_lm("phi", resid_pdrop=0.3, embd_pdrop=0.3).double().train(), grid)
+        tokens = torch.arange(4 * 16).view(4, 16) % 61
+        rows = tokens.chunk(grid.size("batch"))[grid.coordinate("batch")]
+        torch.manual_seed(1)
+        losses.append(model(input_ids=rows, labels=rows).loss.item())
+        grid.close()
+    return losses
+
+
+def test_dropout_between_blocks_that_no_tensor_parallel_plan_names_drops_the_same_on_every_grid(
+    ranks: Callable[[int], Ranks],
+) -> None:
+    for losses in ranks(2).run(losses_of_phi):
+        assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-6)
 
 
 def masks() -> tuple[Tensor, Tensor]:
