@@ -131,7 +131,7 @@ class Driver:
         if failed:
             raise RuntimeError(
                 f"CUDA error {failed}: this driver's streams cannot wait for a word in memory, as copies of tiles that "
-                'a kernel stores do; operators do without them by a plan with transfer="programs"'
+                'a kernel stores do; operators do without them by implementation="library"'
             )
 
     def clear(self, address: int, count: int, stream: int) -> None:

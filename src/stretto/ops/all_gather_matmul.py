@@ -368,15 +368,16 @@ def launch_gather(config: KernelConfig, product: GroupProduct, returned: Tensor 
         launch_joint("all_gather_matmul", config, product, product.x.dtype, returned)
     else:
         assert returned is None
-        _launch_by_programs(_limit_programs(config, product.x.device), product)
+        _launch_by_programs(config, product)
 
 
 def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     """Launch the call's only kernel, whose first programs move rows before they multiply."""
     x, weight, bias, out, group, scales = product
-    blocks, (rows, k) = config.blocks, x.shape
-    assert blocks is not None
-    count = out.shape[0]
+    assert config.blocks is not None
+    blocks = config.blocks._replace(programs=limit_waiting(config.blocks.programs, x.device))
+    config = config._replace(blocks=blocks, movers=min(config.movers, blocks.programs))
+    (rows, k), count = x.shape, out.shape[0]
     scales_start = divide_up((count + 1) * k, _ALIGNMENT) * _ALIGNMENT  # of fp8's, behind the rows
     # One row more than there are: slots begin at multiples of a row, so that one descriptor covers both.
     size = count_bytes(count + 1, k, dtype=x.dtype)
@@ -411,14 +412,6 @@ def _launch_by_programs(config: KernelConfig, product: GroupProduct) -> None:
     except BaseException:
         abandon(group, block_channel)
         raise
-
-
-@lru_cache(maxsize=4096)
-def _limit_programs(config: KernelConfig, device: torch.device) -> KernelConfig:
-    """The configuration with no more programs than may wait at once on the device (`bound_blocks`)."""
-    assert config.blocks is not None
-    programs = limit_waiting(config.blocks.programs, device)
-    return config._replace(blocks=config.blocks._replace(programs=programs), movers=min(config.movers, programs))
 
 
 @lru_cache(maxsize=4096)

@@ -232,9 +232,7 @@ def _confirm(
     is_decided = 0 in (problem.m, problem.n, problem.k) or known.obstacle or find_refusal(problem, machine)
     if is_decided or _find_restored(known, problem, machine, "auto") or _find_fastest(known, problem):
         return
-    has_kernel = machine.processors or problem.experts
-    kernel = default_kernel(problem, machine) if has_kernel else default_config(problem, machine)[0]
-    group = known.group()
+    kernel, group = default_kernel(problem, machine), known.group()
     assert group is not None
     runs = [partial(run, config) for config in (kernel, LIBRARY)]
     seconds = confirmation.measure_choices(runs, group.group_name, device)
@@ -304,8 +302,6 @@ def _choose(
                 return by_puts, "a kernel was asked for, and it puts to other nodes"
             (ring, *_) = list_rings(problem.operator, known.order)
             return KernelConfig(blocks=blocks, schedule=ring), "a kernel was asked for, and copy engines make its moves"
-        if not machine.processors:
-            return default_config(problem, machine)[0], "a kernel was asked for"
         return default_kernel(problem, machine), "a kernel was asked for"
     if known.obstacle:
         return measured or (LIBRARY, known.obstacle)

@@ -234,11 +234,7 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
     if problem.experts:
         return LIBRARY, find_refusal(problem, machine) or "nothing was measured"
     if not machine.processors:
-        few, blocks = problem.m <= 16, default_blocks(problem, machine)
-        transfer = "programs" if few and not problem.returns_gathered else "copies"
-        return KernelConfig(blocks=blocks, exchange="packets" if few else "tiles", transfer=transfer), (
-            "kernels are interpreted"
-        )
+        return default_kernel(problem, machine), "kernels are interpreted"
     if refusal := find_refusal(problem, machine):
         return LIBRARY, refusal
     if machine.speeds is None:
@@ -270,9 +266,13 @@ def _describe_call(problem: GemmProblem) -> GemmCall:
 
 
 def default_kernel(problem: GemmProblem, machine: Machine) -> KernelConfig:
-    """A GPU's kernel where nothing was measured: of few rows by one launch, else by copy engines."""
+    """The kernel where nothing was measured: of few rows by one launch, else by copy engines."""
     if problem.experts:
         return KernelConfig()
+    if not machine.processors:  # tests take few rows for many
+        few, blocks = problem.m <= 16, default_blocks(problem, machine)
+        transfer = "programs" if few and not problem.returns_gathered else "copies"
+        return KernelConfig(blocks=blocks, exchange="packets" if few else "tiles", transfer=transfer)
     config, gathers = KernelConfig(blocks=default_blocks(problem, machine)), problem.operator == "all_gather_matmul"
     if is_pushed(problem):
         return config._replace(transfer="programs", movers=count_usable(problem, machine))

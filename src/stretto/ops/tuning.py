@@ -25,7 +25,6 @@ from stretto.ops.config import (
     count_usable,
     deepen_for_fp8,
     default_blocks,
-    default_config,
     default_kernel,
     encode_implementation,
     find_width,
@@ -254,17 +253,9 @@ def _search(
 
 def vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[KernelConfig]:
     """Configurations with other tiles, the default's first, which a tuner measures first."""
-    if problem.experts:
-        yield KernelConfig()
-        if machine.processors:  # tiles for experts with few columns
-            yield KernelConfig(blocks=Blocks(128, 128, 64, 8, 8, 4, machine.processors))
-        return
-    if not machine.processors:
-        yield default_config(problem, machine)[0]
-        return
     default = default_kernel(problem, machine)
     yield default
-    for blocks in _vary_blocks(problem, machine):
+    for blocks in _vary_blocks(problem, machine) if machine.processors else ():
         if blocks != default.blocks:
             yield default._replace(blocks=blocks)
 
@@ -314,6 +305,9 @@ def vary_puts(problem: GemmProblem, machine: Machine, nodes: tuple[int, ...]) ->
 
 
 def _vary_blocks(problem: GemmProblem, machine: Machine) -> Iterator[Blocks]:
+    if problem.experts:
+        yield Blocks(128, 128, 64, 8, 8, 4, machine.processors)  # for experts with few columns
+        return
     if problem.m <= FEW_ROWS:
         rows = max(16, triton.next_power_of_2(problem.m))
         processors = count_usable(problem, machine)

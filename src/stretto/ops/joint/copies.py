@@ -100,48 +100,42 @@ class CopiedRows(NamedTuple):
                 copies.copy(returned, self.landed, rows=slice(start, stop), to=start)
 
 
-class Sums(NamedTuple):
-    """Describes how a reduction's sums are formed, in `out` and among landed rows.
+class CopiedSums(NamedTuple):
+    """A reduction's moves in one call; sums are formed in `out`, and among landed rows. landed: as of `CopiedRows`.
 
     counters, targets: the product's tiles of a channel are stored once its counter reaches its target. has_last: the
     last move follows the product and the other moves on the current stream. add: launches the sum of its first
     argument's tensors, to be stored in all of the second one's.
     """
 
+    channel: tiles.BlockChannel
+    moves: tuple[Move, ...]
+    product: Tensor
+    landed: Tensor
+    offset: int
     out: Tensor
     counters: Tensor
     targets: dict[int, int]
     has_last: bool
     add: Callable[[tuple[Tensor, ...], tuple[Tensor, ...]], None]
 
-
-class CopiedSums(NamedTuple):
-    """A reduction's moves in one call. landed: as of `CopiedRows`."""
-
-    channel: tiles.BlockChannel
-    moves: tuple[Move, ...]
-    product: Tensor
-    landed: Tensor
-    offset: int
-    sums: Sums
-
     def make_others(self) -> None:
         """Make all moves but a last one that is this rank's alone, as `CopiedRows.make_others`."""
         with tiles.copy_engine(self.channel, forks=False):
-            for move in self.moves[: len(self.moves) - self.sums.has_last]:
+            for move in self.moves[: len(self.moves) - self.has_last]:
                 for one in move.sources:
                     if one.sender == self.channel.rank:
-                        tiles.rank_await_count(self.sums.counters, one.channel, self.sums.targets[one.channel])
+                        tiles.rank_await_count(self.counters, one.channel, self.targets[one.channel])
                 self._await_signals(move)
                 self._move(move)
-            if self.sums.targets:
-                tiles.rank_reset_counts(self.sums.counters, len(self.sums.counters))
-            if self.sums.has_last:  # its tiles are complete when the kernel ends
+            if self.targets:
+                tiles.rank_reset_counts(self.counters, len(self.counters))
+            if self.has_last:  # its tiles are complete when the kernel ends
                 self._await_signals(self.moves[-1])
 
     def make_last(self) -> None:
         """Make the last move, if it is this rank's alone, on the current stream, which has the product."""
-        if self.sums.has_last:
+        if self.has_last:
             self._move(self.moves[-1])
 
     def _await_signals(self, move: Move) -> None:
@@ -159,7 +153,7 @@ class CopiedSums(NamedTuple):
         totals = [self._find(to.rows) for to in kept] or [self.product.new_empty(count, self.product.shape[1])]
         if len(kept) < len(move.destinations) and totals[0].dtype != self.product.dtype:  # as sums travel
             totals.append(torch.empty_like(totals[0], dtype=self.product.dtype))
-        self.sums.add(tuple(self._find(one.rows) for one in move.sources), tuple(totals))
+        self.add(tuple(self._find(one.rows) for one in move.sources), tuple(totals))
         for to in kept:
             self._notify(to)
         self._send(totals[-1], [to for to in move.destinations if to not in kept])
@@ -176,7 +170,7 @@ class CopiedSums(NamedTuple):
 
     def _find(self, rows: Rows) -> Tensor:
         """Rows of this rank's memory."""
-        area = {INPUT: self.product, OUTPUT: self.sums.out}.get(rows.area, self.landed)
+        area = {INPUT: self.product, OUTPUT: self.out}.get(rows.area, self.landed)
         return area[rows.start : rows.stop]
 
 

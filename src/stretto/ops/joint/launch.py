@@ -34,7 +34,7 @@ from stretto.ops.gemm import (
     specialization_key,
     takes_tma,
 )
-from stretto.ops.joint.copies import CopiedRows, CopiedSums, Sums, find_landed_scales
+from stretto.ops.joint.copies import CopiedRows, CopiedSums, find_landed_scales
 from stretto.ops.joint.kernel import (
     ADDED_AT_ONCE,
     MOVED_AT_ONCE,
@@ -188,8 +188,10 @@ def _launch_by_copies(
         )  # fmt: skip
 
     rows = CopiedRows(block_channel, joint, x, landed, landing.offset, own_scales, returned)
-    sums = Sums(out, landing.counters[: joint.channels], tables.targets, tables.has_last, add)
-    added = CopiedSums(block_channel, plan.moves, target, landed, landing.offset, sums)
+    sums = CopiedSums(
+        block_channel, plan.moves, target, landed, landing.offset, out, landing.counters[: joint.channels],
+        tables.targets, tables.has_last, add,
+    )  # fmt: skip
     by_copies = find_agreed(group, x.device).signals_by_copies
 
     def begin() -> tiles.Channel:
@@ -218,14 +220,14 @@ def _launch_by_copies(
             num_stages=blocks.num_stages,
         )  # fmt: skip
         if not gathers:  # what its tiles count goes on at once, or, on the host, now
-            added.make_others()
+            sums.make_others()
     except BaseException:
         abandon(group, block_channel)
         raise
     finally:  # also after a failed launch: x may be freed once the current stream has passed here
         tiles.join_copies(block_channel)
     if not gathers:
-        added.make_last()
+        sums.make_last()
 
 
 def _widen(config: KernelConfig, blocks: Blocks, processors: int) -> tuple[KernelConfig, Blocks]:
