@@ -2,6 +2,7 @@
 """Tests of what a misspelt name or path was probably meant to be."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,13 @@ def test_a_missing_file_is_compared_with_those_of_its_folder(tmp_path: Path):
 
 def test_what_is_no_module_or_grid_is_refused_by_name() -> None:
     layer, grid = nn.Linear(1, 1), 3
+    there = object.__new__(stretto.Grid)
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
         (stretto.parallelize, (3, grid), "model is 3, of type int, but must be a Module"),
         (stretto.parallelize, (layer, grid), "grid is 3, of type int, but must be a Grid"),
+        (partial(stretto.parallelize, seed="x"), (layer, there), "seed is 'x', .* must be a whole number or None"),
+        (partial(stretto.parallelize, sharded_loss="no"), (layer, there), "sharded_loss is 'no', .* must be a bool"),
+        (partial(stretto.parallelize, options={"z": 1}), (layer, there), "options is {'z': 1}, .* a ExecutionOptions"),
         (parallel.validate, (3, {}), "model is 3"),
         (parallel.checkpoint_activations, (3,), "model is 3"),
         (parallel.balance_experts, (3,), "model is 3"),

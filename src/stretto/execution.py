@@ -409,8 +409,8 @@ class ExecutionOptions:
     )
 
     def __post_init__(self) -> None:
-        require_fields(self)
         Recomputation.parse(self.recompute)
+        require_fields(self)
         if self.invariant and self.fp8 is not None:
             raise ValueError("invariant sums are not of fp8 products: leave fp8 out, or invariant=False would do")
         require_least(1, expert_rows=self.expert_rows)

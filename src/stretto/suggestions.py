@@ -30,10 +30,11 @@ def similar_names(given: str, known: Iterable[str]) -> list[str]:
     return [by_letters[letters] for letters in best]
 
 
-def require_type(value: object, kind: type, argument: str) -> None:
+def require_type(value: object, kind: type | types.UnionType, argument: str) -> None:
     """TypeError that names the argument and what it takes, unless a value is of this kind."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{argument} is {value!r:.60}, of type {type(value).__name__}, but must be a {kind.__name__}")
+    if not _is_of(value, kind):
+        what = f"a {kind.__name__}" if isinstance(kind, type) else _describe(kind)
+        raise TypeError(f"{argument} is {value!r:.60}, of type {type(value).__name__}, but must be {what}")
 
 
 def require_fields(options: Any, prefix: str = "") -> None:
@@ -41,7 +42,7 @@ def require_fields(options: Any, prefix: str = "") -> None:
 
     Whole numbers do for floats, NaN does for nothing, True and False are no numbers, and lists do for tuples.
     """
-    for name, kind in _find_kinds(type(options)).items():
+    for name, kind in _find_kinds(options.__class__).items():
         value = getattr(options, name)
         if not _is_of(value, kind):
             if get_origin(kind) is Literal and all(isinstance(each, str) for each in get_args(kind)):
@@ -78,7 +79,7 @@ def _describe(kind: Any) -> str:
     return _WORDS.get(kind) or (str(kind) if get_origin(kind) else kind.__name__)
 
 
-_WORDS = {bool: "True or False", int: "a whole number", float: "a number", types.NoneType: "None"}
+_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text", types.NoneType: "None"}
 
 
 def require_one_of(known: Iterable[object], prefix: str = "", /, **values: object) -> None:

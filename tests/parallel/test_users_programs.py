@@ -6,6 +6,7 @@ or is refused.
 import copy
 import dataclasses
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize, register_forward_method
 from stretto.parallel.blocks import find_blocks
+from tests.conftest import Ranks
 from tests.parallel.training import distance, my_rows
 
 WIDTH, ROWS = 4, 4
@@ -30,6 +32,42 @@ WIDTH, ROWS = 4, 4
 def chain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class Waits(nn.Module):
+    """A module whose forward pass waits, in the first thread that calls it, until another one was refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        out: Tensor = self.linear(x)
+        return out
+
+
+def call_in_two_threads() -> bool:
+    torch.manual_seed(0)
+    waits, x = Waits(), torch.ones(ROWS, WIDTH)
+    expected = waits.linear(x)
+    model: Any = parallelize(waits, Grid(z=2))
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(model(x)))
+    thread.start()
+    assert model.has_begun.wait(60)
+    with pytest.raises(ValueError, match=r"a forward pass of this model runs in another thread, .* by one thread"):
+        model(x)
+    model.may_end.set()
+    thread.join(60)
+    torch.testing.assert_close(found[0], expected)
+    return torch.equal(model(x), found[0])  # the other thread has ended its pass
+
+
+def test_a_second_thread_is_refused_while_one_is_in_a_forward_pass(ranks: Callable[[int], Ranks]) -> None:
+    assert ranks(2).run(call_in_two_threads) == [True, True]
 
 
 class Encodes(nn.Module):

@@ -86,11 +86,15 @@ def parallelize(
 
     require_type(model, nn.Module, "model")
     require_type(grid, Grid, "grid")
+    options = options or ExecutionOptions()
+    require_type(options, ExecutionOptions, "options")
+    require_type(sharded_loss, bool, "sharded_loss")
+    require_type(seed, int | None, "seed")
     refuse_sharded(model)
     precision = Precision(dtype, reduce_dtype)
     if gradients not in (None, "sum", "mean"):
         raise ValueError(f"gradients is {gradients!r}, but must be 'sum' or 'mean' (None: as the model's loss needs)")
-    options = (options or ExecutionOptions()).replace(**changes)
+    options = options.replace(**changes)
     plan = resolve(model, grid.sizes, roles=roles, local_attributes=local_attributes, blocks=blocks, options=options)
     request = ShardingRequest(grid, precision, options, gradients or "mean", sharded_loss)
     if roles is None and local_attributes is None:

@@ -4,6 +4,7 @@
 import functools
 import re
 import sys
+import threading
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,11 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     """Check the model, and begin its gathers, before its forward pass."""
     gatherer, gradient_reducer = state.weight_gatherer, state.gradient_reducer
     state.grid.require_open()
+    if _runs_elsewhere(state) and not in_backward():
+        raise ValueError(
+            "a forward pass of this model runs in another thread, and ranks would gather its weights in different "
+            "orders: call it by one thread at a time"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(
             "torch.func (grad, vmap, jvp, ...) was called over a parallelized model, whose gradients ranks reduce "
@@ -49,6 +55,7 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     note_forward(model)
     current = current_stream(state.grid.device)
     if not in_backward():
+        state.forward_thread = threading.get_ident()
         gradient_reducer.drop_failed_passes()
         gradient_reducer.stream.follow(current)
         if gradient_reducer.listener is not None:
@@ -63,6 +70,14 @@ def begin_forward(model: nn.Module, state: ParallelState) -> None:
     gatherer.is_in_forward = gradient_reducer.is_in_forward = True
     if not in_backward():
         gatherer.begin_forward()
+
+
+def _runs_elsewhere(state: ParallelState) -> bool:
+    """True if a forward pass runs in another thread; one that has ended in it may have been interrupted."""
+    thread = state.forward_thread
+    if thread in (None, threading.get_ident()):
+        return False
+    return thread in {each.ident for each in threading.enumerate()}
 
 
 def _find_outdated(model: nn.Module, gradients: GradientReducer, stream: int | None) -> list[ShardedModule]:
@@ -101,6 +116,10 @@ def _find_outdated(model: nn.Module, gradients: GradientReducer, stream: int | N
 
 
 def end_forward(state: ParallelState) -> None:
+    if not in_backward():
+        if _runs_elsewhere(state):  # and this call was refused
+            return
+        state.forward_thread = None
     state.weight_gatherer.is_in_forward = state.gradient_reducer.is_in_forward = False
     state.weight_gatherer.end_forward()
 

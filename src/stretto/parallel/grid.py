@@ -379,6 +379,8 @@ def _initialize(ranks: int, device: torch.device | None, timeout: timedelta | No
     if is_rank() and not dist.is_initialized() and _joined:
         # The job's store keeps the addresses of the group that was destroyed, which torch would use again.
         joining = _open_store(timeout)
+    if device is not None and device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device}, but a grid's ranks are on devices of type cpu or cuda")
     if device is None:
         if dist.is_initialized():
             device = torch.device("cuda" if shared_gpus.runs_on_gpus() else "cpu")

@@ -52,16 +52,17 @@ class ShardingRequest:
 class ParallelState:
     """A parallelized model's grid, options and plan, and the objects that its passes use.
 
-    stages: the pipeline stages of a model that is cut into some. sequence_parts: what cuts its sequences among the
-    ranks of context. block_shards: what gathers the parameters of a module
-    that is gathered by itself. wrappers: what has replaced the forward of each module of which the parameters are
-    gathered or read as plain tensors, the innermost first.
+    forward_thread: the thread in which a forward pass runs. stages: the pipeline stages of a model that is cut into
+    some. sequence_parts: what cuts its sequences among the ranks of context. block_shards: what gathers the parameters
+    of a module that is gathered by itself. wrappers: what has replaced the forward of each module of which the
+    parameters are gathered or read as plain tensors, the innermost first.
     """
 
     request: ShardingRequest
     plan: ShardingPlan | BlockPlan
     gradient_reducer: GradientReducer
     weight_gatherer: WeightGatherer
+    forward_thread: int | None = None
     stages: ModelStages | None = None
     sequence_parts: SequenceParts | None = None
     block_shards: dict[nn.Module, BlockShard] = field(default_factory=dict)
