@@ -54,9 +54,9 @@ def passes(kind: type[nn.Module], argument: str) -> bool:
 
 
 @functools.cache
-def makes_own_mask(kind: type[nn.Module]) -> bool:
-    """True if an attention's code calls the interface with another mask than the one that it is given."""
-    calls = [node for node in _parse(inspect.unwrap(kind.forward)) or () if isinstance(node, ast.Call)]
+def makes_own_mask(forward: Callable[..., Any]) -> bool:
+    """True if the code of an attention's forward calls the interface with another mask than the one it is given."""
+    calls = [node for node in _parse(forward) or () if isinstance(node, ast.Call)]
     by_name = [each.value for call in calls for each in call.keywords if each.arg == "attention_mask"]
     masks = [call.args[4] for call in calls if len(call.args) > 4 and ast.unparse(call.args[0]) == "self"] + by_name
     return any(isinstance(mask, ast.Name) and mask.id != "attention_mask" for mask in masks)

@@ -62,7 +62,7 @@ def refusal_of_packed(model: Any) -> str | None:
         _is_handed_on(inner, name) for name, each in inner.named_modules() if each in attentions
     ):
         return f"the code of {kind} hands attention no further arguments (**kwargs)"
-    if any(makes_own_mask(type(each)) for each in attentions):
+    if any(makes_own_mask(inspect.unwrap(type(each).forward)) for each in attentions):
         return f"the attention of {kind} makes a mask of its own"
     if any(passes(type(module), "block_sequence_ids") for module in inner.modules()):
         return f"the code of {kind} makes masks of blocks"
@@ -149,10 +149,12 @@ def _find(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor] | Non
     is_plain = mask is None or (isinstance(mask, Tensor) and mask.shape == (rows, length))
     if not is_plain or (cache is not None and cache is not cache_of_nothing()):
         return None
-    reads_last = mask is not None and type(model).__name__.endswith("ForSequenceClassification")  # not padding's id
-    if reads_last and (tokens.is_floating_point() or bool((tokens != model.config.pad_token_id)[mask == 0].any())):
-        return None
-    if given.get("output_attentions", getattr(model.config, "output_attentions", False)):
+    config: Any = model.config
+    if mask is not None and type(model).__name__.endswith("ForSequenceClassification"):
+        ids = () if tokens.is_floating_point() else tokens[mask == 0].unique().tolist()
+        if ids != [config.pad_token_id]:  # it reads the output of each row's last token that has not this id
+            return None
+    if given.get("output_attentions", getattr(config, "output_attentions", False)):
         return None
     if isinstance(positions, Tensor) and (positions.dim() != 2 or ignores_positions(model, given)):
         given = {**given, "position_ids": None}
