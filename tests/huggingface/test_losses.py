@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
     EuroBertConfig,
     EuroBertForMaskedLM,
     LlamaConfig,
@@ -77,7 +79,7 @@ def make(kind: str) -> nn.Module:
 
 ROLES = {"token classification": {"score": "head", "dropout": "dropout"}}
 SHARED = ["token classification", "own code", "smoothed", "squares"]
-REFUSED = {"smoothed": "smoothed labels", "squares": "from this rank's rows alone"}
+REFUSED = {"squares": "from this rank's rows alone"}
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -88,14 +90,14 @@ def batch() -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def differences(sizes: dict[str, int], kind: str) -> dict[str, float]:
+def differences(sizes: dict[str, int], kind: str, **options: Any) -> dict[str, float]:
     """Return how far loss and gradients on a grid are from those of the plain model, which each rank computes."""
     grid, (tokens, labels), plain = Grid(**sizes), batch(), make(kind)
     rows = my_rows(grid, 4)
     with Fp32IsFp64():
         expected = plain(input_ids=tokens, labels=labels).loss
         expected.backward()
-        model = parallelize(make(kind), grid, roles=ROLES.get(kind))
+        model = parallelize(make(kind), grid, roles=None if options else ROLES.get(kind), **options)
         by_place = kind == "own code"
         loss = model(tokens[rows], *[labels[rows]] * by_place, **{} if by_place else {"labels": labels[rows]}).loss
         loss.backward()
@@ -113,7 +115,9 @@ def test_labels_of_a_masked_language_model_are_not_shifted(ranks, sizes):
     assert ranks(count).run(differences, sizes, "masked") == [{}] * count
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("token classification", {"x": 2, "z": 2}), ("own code", {"z": 2})])
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("token classification", {"x": 2, "z": 2}), ("own code", {"z": 2}), ("smoothed", {"data": 2})]
+)
 def test_means_of_cross_entropy_are_of_the_global_batch_whoever_computes_them(ranks, kind, sizes):
     count = 2 * sizes.get("x", 1)
     assert ranks(count).run(differences, sizes, kind) == [{}] * count
@@ -187,26 +191,70 @@ def test_a_loss_that_stretto_does_not_know_is_refused_in_a_tuple_too(ranks):
         assert "from this rank's rows alone" in refusal
 
 
-def means() -> tuple[float, tuple[float, float], list[str]]:
-    """A mean over all rows, those that means over this rank's become, and errors for cross-entropies of other kinds."""
+def means() -> tuple[list[tuple[float, float]], str]:
+    """Means of loss functions over all rows, beside those that ones over this rank's become; and an error."""
     grid, generator = Grid(z=2), torch.Generator().manual_seed(SEED)
     logits, labels = torch.randn(4, 6, generator=generator), torch.tensor([1, -100, 5, 0])
-    rows = my_rows(grid, 4)
-    refusals = []
+    numbers, sizes = torch.rand(4, 6, generator=generator), torch.tensor([2, 1, 1, 1])
+    spelled, steps = torch.tensor([[1, 2], [3, 0], [4, 0], [5, 0]]), torch.tensor([6, 6, 6, 6])
+    paths = torch.randn(6, 4, 7, generator=generator).log_softmax(-1)
+    own, weight = my_rows(grid, 4), torch.arange(1.0, 7)
+    uneven = slice(0, 3) if own == slice(0, 2) else slice(3, 4)  # as where a mask chooses elements
+    cases: list[tuple[Any, slice]] = [
+        (lambda rows: F.cross_entropy(logits[rows], labels[rows]), own),
+        (lambda rows: F.nll_loss(F.log_softmax(logits[rows], -1), labels[rows]), own),  # ProphetNet's
+        (lambda rows: F.cross_entropy(logits[rows], labels[rows], weight=weight), own),
+        (lambda rows: F.cross_entropy(logits[rows], labels[rows], label_smoothing=0.1), own),
+        (lambda rows: F.cross_entropy(logits[rows], labels[rows], weight, label_smoothing=0.1), uneven),
+        (lambda rows: nn.CrossEntropyLoss()(logits[rows], numbers[rows]), uneven),
+        (lambda rows: nn.BCEWithLogitsLoss()(logits[rows], numbers[rows]), uneven),  # ELECTRA's, of tokens of a mask
+        (lambda rows: nn.MSELoss()(logits[rows], numbers[rows]), uneven),
+        (lambda rows: F.smooth_l1_loss(logits[rows], numbers[rows, :1].expand(-1, 6)), uneven),
+        (lambda rows: F.ctc_loss(paths[:, rows], spelled[rows], steps[rows], sizes[rows]), uneven),
+        (lambda rows: F.ctc_loss(paths[:, rows], spelled[rows], steps[rows], sizes[rows], reduction="sum"), uneven),
+    ]
     with MeansOverBatch(grid):
-        mean = F.cross_entropy(logits[rows], labels[rows]).item()
-        likelihood = F.nll_loss(F.log_softmax(logits[rows], -1), labels[rows]).item()  # ProphetNet's
-        for change in ({"weight": torch.ones(6)}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
-            with pytest.raises(ValueError) as caught:
-                F.cross_entropy(logits[rows], labels[rows], **change)
-            refusals.append(str(caught.value))
-    return F.cross_entropy(logits, labels).item(), (mean, likelihood), refusals
+        found = [mean(rows).item() for mean, rows in cases]
+        with pytest.raises(ValueError) as caught:
+            F.cross_entropy(logits[own], labels[own], reduction="sum")
+    return [(here, mean(slice(4)).item()) for here, (mean, _) in zip(found, cases, strict=True)], str(caught.value)
 
 
 def test_the_mean_that_a_models_own_code_takes_is_one_over_the_batch_or_refused(ranks):
-    for expected, found, refusals in ranks(2).run(means):
-        assert found == pytest.approx((expected, expected), rel=1e-6)
-        assert all("mean_over_batch" in refusal for refusal in refusals)
+    for pairs, refusal in ranks(2).run(means):
+        found, expected = zip(*pairs, strict=True)
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert "mean_over_batch" in refusal
+
+
+def warnings_by_blocks(sizes: dict[str, int]) -> dict[str, int]:
+    """How often models by blocks warn of losses of own rows, in two calls."""
+    grid, (tokens, labels), found = Grid(**sizes), batch(), {}
+    rows, pictures = my_rows(grid, 4), torch.rand(4, 3, 8, 8, dtype=torch.float64)
+    sides = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    towers = {
+        "text_config": {**sides, "vocab_size": VOCAB},
+        "vision_config": {**sides, "image_size": 8, "patch_size": 4},
+    }
+    clip = CLIPConfig(**towers, projection_dim=8)
+    images = {"pixel_values": pictures[rows], "return_loss": True}
+    for kind in (*SHARED[1:], "clip"):
+        torch.manual_seed(SEED)
+        model: Any = CLIPModel(clip).double() if kind == "clip" else make(kind)
+        model = parallelize(model, grid, blocks=[])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(tokens[rows], **(images if kind == "clip" else {"labels": labels[rows]})).loss.backward()
+        found[kind] = sum("from each rank's own rows" in str(each.message) for each in caught)
+    return found
+
+
+def test_losses_of_own_rows_warn_by_blocks(ranks):
+    first, second = ranks(2).run(warnings_by_blocks, {"z": 2})
+    assert first == {"own code": 0, "smoothed": 0, "squares": 1, "clip": 1}
+    assert not any(second.values())
+    assert ranks(2).run(differences, {"data": 2}, "smoothed", blocks=[]) == [{}] * 2
 
 
 def replaced_afterwards() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from stretto.huggingface.attention import packed_documents
@@ -16,8 +17,8 @@ from stretto.huggingface.attention.packed_documents import install_packed, refus
 from stretto.parallel import Grid, Pipeline, gather, layout_of, parallelize
 from tests.parallel import moe_families
 from tests.parallel.context.test_training import DOCUMENTS, Largest, loss_of_separate_documents, packed, sliding
-from tests.parallel.hugging_face import Fp32IsFp64, causal_lm
-from tests.parallel.training import SEED, distance, my_rows
+from tests.parallel.hugging_face import VOCAB, Fp32IsFp64, causal_lm
+from tests.parallel.training import IGNORED, SEED, distance, my_rows
 
 STARTS = torch.tensor([0, *torch.cat([torch.tensor(row) for row in DOCUMENTS]).cumsum(0)], dtype=torch.int32)
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -148,12 +149,66 @@ def test_nothing_is_made_of_all_pairs_of_tokens():
         {"position_ids": torch.arange(128).repeat(8)[None]},
         {"attention_mask": (torch.arange(length) < 512)[None].long()},
     )
+    labels = torch.where(torch.arange(length) < 512, tokens, IGNORED)
     model = MODELS["llama"]().train()
     install_packed(model)
     for given in rows:
         with Largest() as largest:
-            model(tokens, labels=tokens, use_cache=False, **given).loss.backward()
+            model(tokens, labels=labels, use_cache=False, **given).loss.backward()
         assert largest.count < length * length / 4
+
+
+def with_own_mask(kind: str, **options: Any) -> nn.Module:
+    """A tiny model of a class of transformers."""
+    made: Any = getattr(transformers, kind)
+    sizes = {"vocab_size": VOCAB, "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "num_labels": VOCAB}
+    torch.manual_seed(SEED)
+    return made(made.config_class(**sizes, **heads, **options)).eval()
+
+
+READ: dict[str, tuple[Callable[[], nn.Module], str]] = {  # with what tells how, beside padding after the rows
+    "labels of padding": (partial(causal_lm, "llama"), "labels"),
+    "labels before padding": (partial(causal_lm, "llama"), "valid labels"),
+    "answers": (partial(with_own_mask, "LlamaForQuestionAnswering"), "start_positions"),
+    "last token": (partial(with_own_mask, "LlamaForSequenceClassification"), ""),
+    "encoder": (partial(with_own_mask, "LayoutLMForTokenClassification", hidden_dropout_prob=0.0), ""),
+    "encoder, splinter": (partial(with_own_mask, "SplinterModel", hidden_dropout_prob=0.0), ""),
+    "mask of values": (partial(with_own_mask, "DogeForCausalLM", keep_window_size=2), ""),
+    "prefix": (partial(with_own_mask, "HrmTextForCausalLM", prefix_lm=True, head_dim=8), "token_type_ids"),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_outputs_of_padding_that_are_read_and_masks_that_are_not_causal_are_as_in_plain_transformers(name):
+    make_model, argument = READ[name]
+    model, tokens = make_model(), packed()["input_ids"]
+    mask = (torch.arange(16) < torch.tensor([16, 11, 6, 9])[:, None]).long()
+    values: dict[str, Tensor] = {
+        "labels": tokens,
+        "valid labels": torch.where(mask > 0, tokens, IGNORED),
+        "start_positions": torch.tensor([3, 10, 5, 0]),
+        "token_type_ids": (torch.arange(16) < 4).long().expand(4, 16),
+    }
+    given: dict[str, Any] = {"input_ids": tokens, "attention_mask": mask}
+    if argument:
+        given[argument.removeprefix("valid ")] = values[argument]
+    if argument == "start_positions":
+        given["end_positions"] = values[argument]
+
+    def outcome() -> Tensor:
+        output = model(**given)
+        if "loss" in output:
+            return output.loss
+        return output[0] if output[0].dim() == 2 else output[0][mask > 0]
+
+    with torch.no_grad():
+        expected = outcome()
+        install_packed(model)
+        with count_calls() as calls:
+            found = outcome()
+    assert distance(found, expected) < 1e-5
+    assert bool(calls) == (argument == "valid labels")
 
 
 REFUSED = {

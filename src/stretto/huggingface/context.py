@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.attention.linear_attention import linear_attentions_of
 from stretto.huggingface.known_modules import cache_of_nothing
-from stretto.huggingface.loss import computes_masked_loss, has_loss_of_tokens
+from stretto.huggingface.loss import compares_with_next, computes_masked_loss, has_loss_of_tokens
 from stretto.huggingface.pretrained_model import adapters_of, base_of, unwrap
 from stretto.ops.attention.plan import Layout
 
@@ -46,16 +47,27 @@ def _uses_interface(kind: type[nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
 
 
-def passes_window(kind: type[nn.Module]) -> bool:
-    """True if an attention's code calls the interface with the keyword sliding_window."""
-    constants = inspect.unwrap(kind.forward).__code__.co_consts
-    return any(isinstance(names, tuple) and "sliding_window" in names for names in constants)
+def passes(kind: type[nn.Module], argument: str) -> bool:
+    """True if the code of a module's forward passes an argument of this name, by keyword or in a dict."""
+    constants = getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_consts", ())
+    return any(each == argument or (isinstance(each, tuple) and argument in each) for each in constants)
+
+
+@functools.cache
+def makes_own_mask(forward: Callable[..., Any]) -> bool:
+    """True if the code of an attention's forward calls the interface with another mask than the one it is given."""
+    calls = [node for node in _parse(forward) or () if isinstance(node, ast.Call)]
+    by_name = [each.value for call in calls for each in call.keywords if each.arg == "attention_mask"]
+    masks = [call.args[4] for call in calls if len(call.args) > 4 and ast.unparse(call.args[0]) == "self"] + by_name
+    return any(isinstance(mask, ast.Name) and mask.id != "attention_mask" for mask in masks)
 
 
 def is_causal(model: nn.Module) -> bool:
-    """True if every token attends to those before it alone."""
-    config_says = getattr(model.config, "is_causal", True)
-    return config_says and all(getattr(module, "is_causal", True) for module in attentions_of(model))
+    """True if every token attends to those before it alone: as attention says, or, where it does not, causal masks."""
+    said = {getattr(module, "is_causal", None) for module in attentions_of(model)}
+    if None in said and not any(_makes_causal_masks(inspect.unwrap(type(each).forward)) for each in model.modules()):
+        return False
+    return getattr(model.config, "is_causal", True) and False not in said
 
 
 def refusal_of_context(model: Any, parameters: Mapping[str, Any]) -> str | None:
@@ -121,7 +133,9 @@ def refusal_of_interface(model: Any) -> str | None:
         return f"the attention of {kind} does not go through transformers' attention interface"
     if any(getattr(module, "attn_logit_softcapping", None) is not None for module in attentions):
         return f"{kind} caps its attention's logits; attn_logit_softcapping=None would do"
-    if getattr(config, "sliding_window", None) and not all(passes_window(type(module)) for module in attentions):
+    if getattr(config, "sliding_window", None) and not all(
+        passes(type(module), "sliding_window") for module in attentions
+    ):
         return f"the attention of {kind} has a sliding window by its mask alone; sliding_window=None would do"
     return None
 
@@ -183,8 +197,8 @@ def refusal_of_default_positions(model: nn.Module, given: Mapping[str, Any]) -> 
     return None
 
 
-class PaddingWithinError(ValueError):
-    """Padding between tokens of one row."""
+class PaddingError(ValueError):
+    """Padding between tokens of one row, or padding whose outputs the loss reads."""
 
 
 class Documents(NamedTuple):
@@ -202,8 +216,8 @@ class Documents(NamedTuple):
 def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length: int) -> Documents:
     """The documents of rows that a model is given. For masks and positions on a GPU the host waits.
 
-    Raises ValueError for padding within a row, for documents that are not these rows', and for positions that begin
-    anew where plain transformers would not look for documents in them.
+    Raises ValueError for padding within a row, or with labels, for documents that are not these rows', and for
+    positions that begin anew where plain transformers would not look for documents in them.
     """
     starts, mask, positions = (given.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids"))
     begins = torch.zeros(rows, length, dtype=torch.bool, device="cpu")
@@ -233,14 +247,30 @@ def find_documents(model: nn.Module, given: Mapping[str, Any], rows: int, length
         mask = mask.bool().cpu()
         changes = mask[:, 1:] != mask[:, :-1]
         if ((changes & mask[:, 1:]).sum(1) + mask[:, 0] > 1).any():
-            raise PaddingWithinError(
+            raise PaddingError(
                 "attention_mask has padding between tokens of one row: context takes it before or after them"
             )
+        for name in ("labels", "shift_labels"):
+            if isinstance(labels := given.get(name), Tensor) and labels.shape == mask.shape:
+                _require_unread_padding(model, name, labels.cpu(), mask)
         begins[:, 1:] |= changes
     if int(begins.sum()) == rows:
         return Documents(None, None)
     found = begins.view(-1).nonzero().flatten()
     return Documents(torch.cat((found, found.new_tensor([rows * length]))).int(), numbered)
+
+
+def _require_unread_padding(model: nn.Module, name: str, labels: Tensor, mask: Tensor) -> None:
+    """Raise PaddingError where outputs of padding, which plain transformers computes of a row's tokens, have labels."""
+    is_read = labels != IGNORED_TARGET
+    if name == "labels" and compares_with_next(model):
+        is_read = nn.functional.pad(is_read, (0, 1))[:, 1:]
+    sees = mask.cumsum(1) > 0 if is_causal(model) else True  # padding before a row sees nothing
+    if (is_read & ~mask & sees).any():
+        raise PaddingError(
+            f"{name} has targets for tokens that attention_mask says are padding, whose outputs are not those of plain "
+            f"transformers: {IGNORED_TARGET} there would do"
+        )
 
 
 def ignores_documents(model: nn.Module) -> str | None:
@@ -263,12 +293,16 @@ def ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _makes_causal_masks(forward: Callable[..., Any]) -> bool:
+    own = getattr(forward, "__code__", None)
+    codes = (own, *filter(inspect.iscode, own.co_consts)) if own is not None else ()  # a lambda may make them
+    return any("causal_mask" in name for code in codes for name in code.co_names)
+
+
 @functools.cache
 def _makes_masks_of_positions(forward: Callable[..., Any]) -> bool:
     """True if the code of a model's forward hands position_ids to transformers' functions that make causal masks."""
-    own = getattr(forward, "__code__", None)
-    codes = (own, *filter(inspect.iscode, own.co_consts)) if own is not None else ()  # a lambda may make them
-    if not any("causal_mask" in name for code in codes for name in code.co_names):
+    if not _makes_causal_masks(forward):
         return False
     if (nodes := _parse(forward)) is None:
         return True
@@ -352,13 +386,13 @@ def register_attention(name: str, attend: Callable[..., tuple[Tensor, None]]) ->
     AttentionMaskInterface.register(name, _make_no_mask)
 
 
-def _make_no_mask(*_: Any, use_vmap: bool = False, **__: Any) -> None:
+def _make_no_mask(*_: Any, mask_function: Any = None, use_vmap: bool = False, **__: Any) -> None:
     """No mask: attention is told of windows and documents. ValueError for a mask that a model computes itself."""
-    if use_vmap:
-        raise ValueError(f"{_OWN_MASK}, such as one that lets the tokens of a picture attend to each other")
+    if use_vmap or getattr(mask_function, "__qualname__", "").startswith("or_masks"):
+        raise ValueError(f"{OWN_MASK}, such as one that lets the tokens of a picture, or a prefix, see each other")
 
 
-_OWN_MASK = (
+OWN_MASK = (
     "attention over context, or with invariant=True, takes causal masks, windows, documents and padding, and this "
     "model has another mask"
 )
@@ -387,7 +421,7 @@ def _attend(
             "copy.deepcopy(config), with attn_implementation='sdpa'"
         )
     if attention_mask is not None:
-        raise ValueError(_OWN_MASK)
+        raise ValueError(OWN_MASK)
     if dropout or others.get("position_bias") is not None or others.get("softcap") is not None:
         raise ValueError(
             "attention over context, or with invariant=True, takes no dropout of its weights, position_bias or softcap"

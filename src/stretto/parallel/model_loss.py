@@ -4,10 +4,12 @@
 import dataclasses
 import functools
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stretto.axes import LOSS
@@ -18,11 +20,19 @@ from stretto.huggingface.loss import (
     refuse_losses_of_one_rank,
     replace_loss_function,
 )
+from stretto.huggingface.pretrained_model import unwrap
 from stretto.huggingface.router_loss import RanksOfBatch
 from stretto.parallel.comm.autograd import compiled_within
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.layers.loss import LossOfRows, MeansOverBatch, ParallelHead, ParallelLoss, is_mean_over_batch
+from stretto.parallel.layers.loss import (
+    LossOfRows,
+    MeansOverBatch,
+    ParallelHead,
+    ParallelLoss,
+    covers_batch,
+    is_mean_over_batch,
+)
 from stretto.parallel.layers.router import count_over_ranks
 from stretto.parallel.roles.plan import ShardingPlan
 
@@ -82,23 +92,55 @@ def install_loss_of_rows(
     if is_pretrained and gradients.grid.size(LOSS) > 1:
         means = MeansOverBatch(gradients.grid, passes_others=True, is_averaged=gradients.averages)
         take_means_over_batch(model, means)
+        _warn_of_losses_of_own_rows(model, gradients.grid.size(LOSS))
+
+
+def _warn_of_losses_of_own_rows(model: nn.Module, ranks: int) -> None:
+    """Have the first loss that a model returns warn, if it has terms that are known to be of each rank's rows alone."""
+    is_told = False
+
+    @torch.compiler.disable
+    def look(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        nonlocal is_told
+        loss = output[0] if isinstance(output, tuple) and output else getattr(output, "loss", None)
+        if is_told or not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            return
+        is_told = True
+        if dist.get_rank() == 0 and not covers_batch(loss):
+            warnings.warn(
+                f"{type(unwrap(model)).__name__} computes its loss, or a term of it, from each rank's own rows, and "
+                f"gradients are averaged over {ranks} ranks. That is what one process computes only of a mean to which "
+                "all rows add alike, not where rows are compared with each other (contrastive losses), in a sum, or in "
+                "a mean of elements of which ranks have different numbers: have it compute none then, and use "
+                "stretto.parallel.mean_over_batch",
+                stacklevel=2,
+            )
+
+    model.register_forward_hook(look)
 
 
 def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
-    """Have the cross-entropy that a model computes in calls with targets be the mean over the global batch."""
+    """Have the means of torch's loss functions that a model computes in calls with targets, or in all calls if it takes
+    none, be of the global batch."""
     forward = model.forward
     names = [*inspect.signature(forward).parameters]
+    variables = getattr(getattr(inspect.unwrap(type(unwrap(model)).forward), "__code__", None), "co_varnames", ())
+    has_targets = means.has_targets = any(map(_is_target, variables)) or "loss" not in variables
 
     @functools.wraps(forward)
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
-        if all(given[key] is None for key in given if "label" in key or "target" in key or key in _ANSWERS):
+        if has_targets and all(value is None for key, value in given.items() if _is_target(key)):
             return forward(*args, **kwargs)
         means.adds_sums = given.get("num_items_in_batch") is not None  # transformers divides a sum by it
         with means:
             return forward(*args, **kwargs)
 
     model.forward = compiled_within(forward_with_means)
+
+
+def _is_target(argument: str) -> bool:
+    return "label" in argument or "target" in argument or argument in _ANSWERS
 
 
 def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:

@@ -600,6 +600,7 @@ def layouts_and_messages() -> dict[str, Any]:
     for own, arguments in (
         (model, {"tokens": given[:, :6]}),
         (llama, {"input_ids": given, "attention_mask": mask}),
+        (llama, {"input_ids": given, "attention_mask": (torch.arange(16) < 9).expand(2, 16), "labels": given}),
         (llama, {"input_ids": given, "attention_mask": torch.ones(2, 1, 16, 16)}),
         (llama, {"input_ids": given, "logits_to_keep": 1}),
         (llama, {"input_ids": given, "past_key_values": DynamicCache()}),
@@ -633,10 +634,11 @@ def test_the_layout_of_ranks_and_tokens_what_is_sent_and_batches_that_are_refuse
         # Of 2 rows and 2 blocks, keys and values of 32 features in fp32, of 8 tokens: all are needed by the first rank,
         # and of its own the first part alone.
         assert found["sent"] == [2 * 2 * 2 * 32 * 4 * tokens for tokens in (4, 8)][context]
-        length, middle, own, last, cache, documents, rows, layout, shared = found["refusals"]
+        length, middle, padding, own, last, cache, documents, rows, layout, shared = found["refusals"]
         assert "6 tokens are not divisible by 4" in length
         assert "4 and 8 are the nearest that are" in length
         assert "padding between tokens of one row" in middle
+        assert "labels has targets for tokens that attention_mask says are padding" in padding
         assert "documents by position_ids that begin anew" in own
         assert "leave out logits_to_keep, and generate by stretto.inference.Engine" in last
         assert "takes no past_key_values" in cache

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from stretto.huggingface.context import (
     LAYERS,
     LINEAR_LAYERS,
-    PaddingWithinError,
+    OWN_MASK,
+    PaddingError,
     attentions_of,
     count_layers,
     drops_weights,
@@ -23,6 +24,8 @@ from stretto.huggingface.context import (
     hands_arguments_on,
     ignores_positions,
     is_causal,
+    makes_own_mask,
+    passes,
     refusal_of_interface,
     register_attention,
 )
@@ -48,6 +51,8 @@ def refusal_of_packed(model: Any) -> str | None:
     attentions = attentions_of(inner)
     if others := sorted(count_layers(inner).keys() - {*LAYERS, *LINEAR_LAYERS}):
         return f"{kind} has layers of the kind {', '.join(others)}"
+    if "start_positions" in parameters:
+        return f"{kind} compares positions of answers with all outputs of a row, padding's too"
     if not attentions or not is_causal(inner):
         return f"{kind} has no causal attention"
     if any(getattr(module, "config", None) is not inner.config for module in attentions):
@@ -57,6 +62,10 @@ def refusal_of_packed(model: Any) -> str | None:
         _is_handed_on(inner, name) for name, each in inner.named_modules() if each in attentions
     ):
         return f"the code of {kind} hands attention no further arguments (**kwargs)"
+    if any(makes_own_mask(inspect.unwrap(type(each).forward)) for each in attentions):
+        return f"the attention of {kind} makes a mask of its own"
+    if any(passes(type(module), "block_sequence_ids") for module in inner.modules()):
+        return f"the code of {kind} makes masks of blocks"
     parts = {type(part) for each in attentions for part in each.modules() if part is not each}
     if masked := [each.__name__ for each in parts if "attention_mask" in inspect.signature(each.forward).parameters]:
         return f"{masked[0]} within the attention of {kind} reads its mask"
@@ -140,13 +149,18 @@ def _find(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor] | Non
     is_plain = mask is None or (isinstance(mask, Tensor) and mask.shape == (rows, length))
     if not is_plain or (cache is not None and cache is not cache_of_nothing()):
         return None
-    if given.get("output_attentions", getattr(model.config, "output_attentions", False)):
+    config: Any = model.config
+    if mask is not None and type(model).__name__.endswith("ForSequenceClassification"):
+        ids = () if tokens.is_floating_point() else tokens[mask == 0].unique().tolist()
+        if ids != [config.pad_token_id]:  # it reads the output of each row's last token that has not this id
+            return None
+    if given.get("output_attentions", getattr(config, "output_attentions", False)):
         return None
     if isinstance(positions, Tensor) and (positions.dim() != 2 or ignores_positions(model, given)):
         given = {**given, "position_ids": None}
     try:
         documents = find_documents(model, given, rows, length).ends
-    except PaddingWithinError:
+    except PaddingError:
         return None
     if documents is None:
         return None
@@ -172,6 +186,8 @@ def _attend(
             f"{type(module).__name__} is not handed the documents of a pass by the code of its model, or shares the "
             "configuration of a model that runs: copy.deepcopy(config) would do, or rows of one document each"
         )
+    if attention_mask is not None:
+        raise ValueError(OWN_MASK)
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, of norms in fp32
     size = value.shape[-1]
     if query.is_cuda and size < query.shape[-1]:  # flash attention takes values of the keys' size

@@ -271,14 +271,14 @@ def is_mean_over_batch(loss: Tensor) -> bool:
 
 
 class MeansOverBatch(TorchFunctionMode):
-    """Replaces the mean cross-entropy, or negative log-likelihood, of this rank's rows by that of the global batch,
-    wherever Python code calls it.
+    """Replaces the mean of a loss function of torch over this rank's rows by that over the global batch, wherever
+    Python code calls it; also the sum of CTC losses.
 
-    For models whose own code computes a loss from whole logits. Raises ValueError for targets that are not class
-    indices, class weights, smoothed labels and other reductions, unless `passes_others`: they stay each rank's own.
-    is_averaged: whether the model's gradients are averaged over the ranks, and not summed. The attribute `adds_sums`:
-    whether a sum of cross-entropies is one over the global batch, which the caller divides by its own count.
-    `was_computed`: a loss of the global batch, since the caller that reads it has set it to False.
+    For models whose own code computes a loss. A cross-entropy with another reduction raises ValueError, unless
+    `passes_others`: it stays each rank's own, as does any without `has_targets`: a model that is given none compares
+    rows with each other (CLIP). is_averaged: whether the model's gradients are averaged over the ranks, and not summed.
+    The attribute `adds_sums`: whether a sum of cross-entropies is one over the global batch, which the caller divides
+    by its own count. `was_computed`: a loss of the global batch, since the caller that reads it has set it to False.
     """
 
     def __init__(self, grid: Grid, *, passes_others: bool = False, is_averaged: bool = True) -> None:
@@ -286,11 +286,12 @@ class MeansOverBatch(TorchFunctionMode):
         self.grid = grid
         self.passes_others = passes_others
         self.is_averaged = is_averaged
+        self.has_targets = True
         self.adds_sums = False
         self.was_computed = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.cross_entropy and func is not F.nll_loss:
+        if func not in _LOSSES:
             return func(*args, **(kwargs or {}))
         return self._replace(func, args, kwargs or {})
 
@@ -299,27 +300,49 @@ class MeansOverBatch(TorchFunctionMode):
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         options = given.arguments
-        targets = options["target"]
-        if (
-            options["weight"] is not None
-            or options.get("label_smoothing")
-            or options["reduction"] != "mean"
-            or targets.is_floating_point()
-        ):
-            if self.adds_sums and options["reduction"] == "sum":
-                self.was_computed, part = True, func(*args, **kwargs)
-                return _SumOverLossGroup.apply(part, self.grid.communicator(LOSS), self.is_averaged)
-            if self.passes_others:
+        reduction, group = options["reduction"], self.grid.communicator(LOSS)
+        is_ctc, is_entropy = func is F.ctc_loss, func in _ENTROPIES
+        if reduction == "sum" and (is_ctc or (is_entropy and self.adds_sums)):
+            self.was_computed = True
+            return _SumOverLossGroup.apply(func(*args, **kwargs), group, self.is_averaged)
+        if reduction != "mean" or (is_entropy and not self.has_targets):
+            if self.passes_others or not is_entropy:
                 return func(*args, **kwargs)
             raise ValueError(
-                "this model's own code computes a cross-entropy with class weights, smoothed labels, targets that are "
-                "no indices, or no mean, which Stretto cannot take over the global batch: call it without labels, and "
-                "use stretto.parallel.mean_over_batch"
+                "this model's own code computes a cross-entropy that is no mean, which Stretto cannot take over the "
+                "global batch: call it without labels, and use stretto.parallel.mean_over_batch"
             )
         self.was_computed = True
-        options["reduction"] = "sum"
-        count = (targets != options["ignore_index"]).sum()
-        return _mean_over_batch(func(*given.args, **given.kwargs), count, self.grid, is_averaged=self.is_averaged)
+        options["reduction"] = "none" if is_ctc else "sum"
+        total = func(*given.args, **given.kwargs)
+        if is_ctc:
+            lengths = torch.as_tensor(options["target_lengths"], device=total.device)
+            count, total = lengths.numel(), (total / lengths.clamp(min=1)).sum()
+        else:
+            count = _count_entropies(options) if is_entropy else _count_elements(options)
+        return _mean_over_batch(total, count, self.grid, is_averaged=self.is_averaged)
+
+
+_ENTROPIES = frozenset((F.cross_entropy, F.nll_loss))
+_LOSSES = _ENTROPIES | {
+    F.ctc_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+}  # fmt: skip
+
+
+def _count_entropies(options: dict[str, Any]) -> Any:
+    """The divisor of a mean of cross-entropies: targets that are not ignored, or the sum of their classes' weights."""
+    target, weight = options["target"], options["weight"]
+    if target.is_floating_point():  # probabilities, of which torch weighs none
+        return torch.tensor(
+            target.numel() // options["input"].shape[1 if target.dim() > 1 else 0], device=target.device
+        )
+    is_valid = target != options["ignore_index"]
+    return is_valid.sum() if weight is None else weight[target[is_valid]].sum()
+
+
+def _count_elements(options: dict[str, Any]) -> int:
+    return torch.broadcast_shapes(options["input"].shape, options["target"].shape).numel()
 
 
 class ParallelLoss(nn.Module):
@@ -392,3 +415,20 @@ class LossOfRows(nn.Module):
             count = (targets != IGNORED_TARGET).sum()
             return _mean_over_batch(total, count, self.grid, is_averaged=self.is_averaged)
         return _SumOverLossGroup.apply(total / num_targets, self.grid.communicator(LOSS), self.is_averaged)
+
+
+def covers_batch(loss: Tensor) -> bool:
+    """True if all of a loss depends on parameters by terms of the global batch alone."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:  # depth first: the way to a parameter is found soon
+        node = waiting.pop()
+        if node is None or node in seen or node.name() in _OF_BATCH:
+            continue
+        if not node.next_functions:
+            return False
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return True
+
+
+_OF_BATCH = ("_SumOverLossGroupBackward", "_GatherTokensOfRanksBackward")  # of the loss, and of routers' losses
