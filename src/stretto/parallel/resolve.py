@@ -151,6 +151,7 @@ def prefer_blocks(
         return plan
     takes_roles = options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
     takes_roles |= options.fused != "auto"  # which has the loss of blocks in one call
+    takes_roles |= bool(getattr(model, "is_gradient_checkpointing", False))  # which frees no block's weights
     is_divided = any(grid.size(axis) > 1 for axis in ("pipe", "context", "x", "y", "expert"))
     is_divided |= options.stages.virtual_stages > 1
     has_own_roles = not plan.is_pretrained or callable(getattr(model, "parallel_plan", None))
