@@ -150,6 +150,8 @@ def prefer_blocks(
     if not isinstance(plan, ShardingPlan) or grid.size("z") == 1 or grid.device.type not in _LAUNCHED_BY_HOST:
         return plan
     takes_roles = options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
+    takes_roles |= options.fused != "auto"  # which has the loss of blocks in one call
+    takes_roles |= bool(getattr(model, "is_gradient_checkpointing", False))  # which frees no block's weights
     is_divided = any(grid.size(axis) > 1 for axis in ("pipe", "context", "x", "y", "expert"))
     is_divided |= options.stages.virtual_stages > 1
     has_own_roles = not plan.is_pretrained or callable(getattr(model, "parallel_plan", None))

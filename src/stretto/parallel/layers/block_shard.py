@@ -17,7 +17,7 @@ the message has the small ones.
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial, wraps
 from typing import Any, NamedTuple, cast
@@ -46,7 +46,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.recorded_code import SavedView
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
-from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold, hold_and_check
+from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold_and_check, put
 from stretto.parallel.layers.local_tensors import local_tensor
 from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of
 from stretto.parallel.precision import Precision
@@ -185,7 +185,7 @@ class BlockShard:
         self._again: list[Tensor] | None = None
         self.not_held: frozenset[int] = frozenset()
         self.parametrized: frozenset[int] = frozenset()
-        self._held: ExitStack | None = None
+        self._held: tuple[Sequence[ParameterPlace], list[Tensor | None]] | None = None  # and what to put back
         self._awaited = 0  # gradients of casts, whose last one frees a block that is not sharded
         self._held_in = -1  # the backward pass
         self._holds_all = True
@@ -281,7 +281,7 @@ class BlockShard:
         self._again, self._holds_next, self._held_in = None, False, -1
         if self._held is not None:
             held, self._held = self._held, None
-            held.close()
+            put(*held)
 
     def start_reduction(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to reduce the gradients of the sharded parameters; those of parameters without one are not changed."""
@@ -371,9 +371,9 @@ class BlockShard:
 
     def _hold(self, places: Sequence[ParameterPlace], wholes: Sequence[Tensor]) -> None:
         if self._held is not None:
-            self._held.close()
-        self._held, self._holds_all = ExitStack(), len(places) == len(self.places)
-        self._held.enter_context(hold(places, wholes))
+            put(*self._held)
+        self._held = places, put(places, [wholes[number] for _, _, number in places])
+        self._holds_all = len(places) == len(self.places)
 
     def _hold_in_backward(self, found: Any, wholes: Sequence[Tensor]) -> None:
         """Hold whole tensors from where a backward pass comes to what the block has returned.

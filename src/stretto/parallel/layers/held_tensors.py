@@ -24,12 +24,11 @@ class ParameterPlace(NamedTuple):
 @contextmanager
 def hold(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> Iterator[None]:
     """Put `tensors` in `places`, and what was there back at the end."""
-    kept = [owner._parameters[key] for owner, key, _ in places]
+    kept = put(places, [tensors[number] for _, _, number in places])
     try:
-        _put(places, [tensors[number] for _, _, number in places])
         yield
     finally:
-        _put(places, kept)
+        put(places, kept)
 
 
 def check_places(name: str, places: Sequence[ParameterPlace], parameters: Sequence[Tensor]) -> None:
@@ -74,7 +73,7 @@ def hold_and_check(
                 # itself (no write), and at its end makes a buffer of a tensor that is no parameter.
                 for place in places:
                     if place.owner._buffers.get(place.key) is tensors[place.number]:
-                        _put([place], [tensors[place.number]])
+                        put([place], [tensors[place.number]])
                         versions[place.number] = None
             replaced = [
                 place for place in places if place.owner._parameters.get(place.key) is not tensors[place.number]
@@ -110,7 +109,9 @@ def _describe_write(name: str, place: ParameterPlace) -> str:
     )
 
 
-def _put(places: Sequence[ParameterPlace], tensors: Sequence[Tensor | None]) -> None:
+def put(places: Sequence[ParameterPlace], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Put a tensor in each place; returns what was there."""
+    kept: list[Tensor | None] = [owner._parameters.get(key) for owner, key, _ in places]
     for (owner, key, _), tensor in zip(places, tensors, strict=True):
         if key in owner._buffers:
             del owner._buffers[key]
@@ -118,6 +119,7 @@ def _put(places: Sequence[ParameterPlace], tensors: Sequence[Tensor | None]) -> 
         if "_flat_weights_names" in owner.__dict__:  # recurrent modules read their parameters from a list
             names: Any = owner._flat_weights_names
             owner._flat_weights = [owner._parameters.get(name) for name in names]  # type: ignore[assignment]
+    return kept
 
 
 @torch.no_grad()
