@@ -47,7 +47,9 @@ def plan_of(
         unknown = {name: module for name, module in modules.items() if prefix + name not in known}
         roles = _roles_of_tp_plan(base, prefix, tp_plan, unknown)
         if roles:
-            beside = {name: "dropout" for name, module in model.named_modules() if _is_between_blocks(name, module, prefix)}
+            beside = {
+                name: "dropout" for name, module in model.named_modules() if _is_between_blocks(name, module, prefix)
+            }
     named: dict[str, Any] = {prefix + pattern: role for pattern, role in roles.items()} | dict(beside)
     if isinstance(getattr(model, LANGUAGE_MODEL_HEAD, None), nn.Linear):
         named[LANGUAGE_MODEL_HEAD] = "head"
