@@ -25,6 +25,7 @@ from stretto.models import GPT
 from stretto.train.checkpoint import load_checkpoint
 from stretto.train.checkpoint.export import export_safetensors
 from stretto.train.checkpoint.verification import verify
+from stretto.train.checkpoint.weights import import_safetensors
 from stretto.train.config import TrainConfig
 from stretto.train.gpt.preflight import open_data
 from stretto.train.preflight import preflight
@@ -175,7 +176,10 @@ def test_weights_of_any_dtype_stand_beside_other_entries(tmp_path: Path) -> None
     export_safetensors(saved, tmp_path / "weights.safetensors", dtype="float32")
     exported = load_file(tmp_path / "weights.safetensors")
     assert all(torch.equal(exported[name], value.float()) for name, value in weights.items())
-    assert exported["seen"].tolist() == [0, 1, 2]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+    import_safetensors(model, tmp_path / "weights.safetensors")
+    assert model.seen.tolist() == [0, 1, 2]
     for number, (dtype, message) in enumerate(
         [
             (torch.float16, "seen is unexpected"),

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import Ranks
 from tests.train import runs
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from stretto import Grid, parallelize
@@ -98,6 +99,22 @@ def test_weights_in_a_dtype_of_quantized_ones_are_refused_and_change_nothing(tmp
     with pytest.raises(ValueError, match=rf"norm\.weight is stored as {dtype}, but the model needs floating-point"):
         import_safetensors(model, tmp_path / "model.safetensors")
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_buffers_of_integers_are_filled_and_not_by_floats(tmp_path: Path) -> None:
+    def make(seen: int) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        model.register_buffer("mask", torch.tensor([seen > 0, False]))
+        model[1].num_batches_tracked += seen
+        return model
+
+    saved, model, file = make(5).state_dict(), make(0), tmp_path / "model.safetensors"
+    save_file(saved, file)
+    import_safetensors(model, file)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+    save_file(saved | {"mask": torch.ones(2)}, file)
+    with pytest.raises(ValueError, match="mask is stored as F32, but the model needs integer values"):
+        import_safetensors(model, file)
 
 
 def test_a_tied_weight_may_stand_under_its_other_name_or_under_both(tmp_path: Path) -> None:

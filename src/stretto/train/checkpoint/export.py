@@ -24,7 +24,7 @@ from stretto.huggingface.folder import (
 )
 from stretto.huggingface.weight_names import is_kept_in_fp32, match_names
 from stretto.suggestions import require_one_of
-from stretto.train.checkpoint.file_tensors import PlainTensor, with_scales
+from stretto.train.checkpoint.file_tensors import FLOATS, INTEGERS, PlainTensor, with_scales
 from stretto.train.checkpoint.folders import checkpoint_before, resolve_checkpoint, warn_once
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import ITEMSIZES, TensorEntry, first_names, saved_tensors
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER_FILE_BYTES = 5 * 10**9
-_SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_INTEGERS = {"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # buffers
+_SAFETENSORS_DTYPES = {name: code for code, name in FLOATS.items()}
+_INTEGERS = {name: code for code, name in INTEGERS.items()}
 
 
 @dataclass(frozen=True)

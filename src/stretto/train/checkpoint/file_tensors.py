@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _FP8 = "F8_E4M3"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # those that Stretto writes
-_INTEGERS = {f"{sign}{bits}" for sign in "IU" for bits in (8, 16, 32, 64)} | {"BOOL"}
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+INTEGERS = {f"{sign[0].upper()}{bits}": f"{sign}{bits}" for sign in ("int", "uint") for bits in (8, 16, 32, 64)}
+INTEGERS["BOOL"] = "bool"
 _BYTES_AT_ONCE = 1 << 26
 
 
@@ -72,7 +73,7 @@ class CheckedTensor(PlainTensor):
     def read(self, offsets: Sequence[int], sizes: Sequence[int]) -> "Tensor":
         import torch
 
-        dtype = getattr(torch, _DTYPES[self.stored.dtype])
+        dtype = getattr(torch, (FLOATS | INTEGERS)[self.stored.dtype])
         shape = self.stored.shape or (1,)
         # Rows at a time, so that a rank that reads a few columns of each takes little memory.
         row = math.prod(shape[1:]) * dtype.itemsize
@@ -194,7 +195,7 @@ def refusal_of_dtypes(name: str, found: frozenset[str], wanted: "torch.dtype") -
     """
     if wanted.is_complex:
         return None
-    known = _DTYPES.keys() if wanted.is_floating_point else _INTEGERS
+    known = FLOATS.keys() if wanted.is_floating_point else INTEGERS.keys()
     if not (odd := sorted(found - known)):
         return None
     what = "floating-point" if wanted.is_floating_point else "integer"

@@ -314,12 +314,12 @@ def differences(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple
 
 
 def persistent_buffers(model: "nn.Module") -> "dict[str, Tensor]":
-    """The floating-point buffers that belong to a model's state, by name: the bias of each expert's score, say."""
+    """The buffers that belong to a model's state, by name: the bias of each expert's score, say. None is complex."""
     return {
         f"{name}.{key}".removeprefix("."): buffer
         for name, module in model.named_modules()
         for key, buffer in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set and buffer.is_floating_point()
+        if key not in module._non_persistent_buffers_set and not buffer.is_complex()
     }
 
 

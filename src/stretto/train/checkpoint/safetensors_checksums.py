@@ -119,7 +119,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         )
     try:
         content = json.loads(header)
-        about = content.pop("__metadata__", {})
+        about = content.pop("__metadata__", None) or {}
         checksums = json.loads(about["stretto.crc32"]) if "stretto.crc32" in about else None
         return dict(_read_tensors(file, content, 8 + length, checksums))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -32,6 +32,7 @@ from stretto.train.checkpoint.metadata import (
     is_checkpoint_name,
     persistent_buffers,
     read_metadata,
+    saved_tensors,
 )
 from stretto.train.checkpoint.pieces import StoredPiece
 
@@ -262,11 +263,11 @@ def fit_to_model(path: Path, metadata: CheckpointMetadata, model: "nn.Module") -
     wanted = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     wanted |= {name: tuple(buffer.shape) for name, buffer in buffers.items() if name in found}
     faults = [
-        f"{name} is stored as {dtype}"
-        for name in wanted.keys() & found.keys()
-        if "float" not in (dtype := tensors[f"model.{name}"].dtype)
+        f"{name} is stored as {stored.dtype}"
+        for name, tensor in saved_tensors(model).items()
+        if (stored := tensors.get(f"model.{name}")) and tensor.is_floating_point() != ("float" in stored.dtype)
     ]
-    if faults := [*differences(found, wanted), *sorted(faults)]:
+    if faults := [*differences(found, wanted), *faults]:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
         raise ValueError(f"the checkpoint {path} is of another model: {'; '.join(faults[:SHOWN])}{more}")
     return fitted
