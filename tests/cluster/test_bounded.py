@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of bounded size."""
 
+import gzip
 import os
 import sys
 from pathlib import Path
@@ -38,3 +39,10 @@ def test_a_file_that_claims_to_be_empty_and_is_not_is_bounded():
     assert os.stat("/proc/self/status").st_size == 0 < len(content)
     with pytest.raises(ValueError, match="is larger than 4 bytes"):
         read_bounded(Path("/proc/self/status"), 4, "a note")
+
+
+def test_a_compressed_file_is_refused_by_what_it_is(tmp_path):
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(gzip.compress(b"{}"))
+    with pytest.raises(ValueError, match=r"trace\.json\.gz: is compressed: unpack it with gunzip"):
+        read_bounded(file, 100, "a trace")

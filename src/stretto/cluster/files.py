@@ -80,8 +80,8 @@ def reading(path: Path, suffixes: Collection[str] = ()) -> Iterator[None]:
 def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
     """Read an untrusted file; `what` describes it for error messages: "a configuration". For all layers above, too.
 
-    ValueError, which names the path, for a file of more than max_bytes, before it is read, and for what is no regular
-    file. OSError where it cannot be read.
+    ValueError, which names the path, for a file of more than max_bytes, before it is read, for one that is compressed
+    by gzip, and for what is no regular file. OSError where it cannot be read.
     """
     status = path.stat()
     if not S_ISREG(status.st_mode):  # reading a pipe might never end, or never begin
@@ -95,4 +95,6 @@ def read_bounded(path: Path, max_bytes: int, what: str) -> bytes:
         raise ValueError(f"{path}: grows while it is read")
     if max(status.st_size, len(content)) > max_bytes:  # it may have grown since
         raise ValueError(f"{path}: is larger than {max_bytes} bytes, the most {what} may have")
+    if content.startswith(b"\x1f\x8b"):
+        raise ValueError(f"{path}: is compressed: unpack it with gunzip")
     return content

@@ -34,8 +34,6 @@ MAX_NODES = 5_000_000  # of all ranks together: about 5 GB as Python objects
 MAX_RANKS = 1 << 16
 ALL_RANKS = "0"  # the group of all ranks, as PyTorch and ASTRA-sim name it
 
-_GZIP = b"\x1f\x8b"
-
 
 @dataclass(frozen=True)
 class ChakraTrace:
@@ -100,8 +98,6 @@ def read_rank(path: Path, *, max_nodes: int = MAX_NODES) -> tuple[Metadata, tupl
     """Read one rank's file. Raises ValueError as `read_chakra`."""
     with reading(path):
         data = read_bounded(path, MAX_FILE_BYTES, "a rank of a trace")
-    if data.startswith(_GZIP):
-        raise ValueError(f"{path} is compressed: unpack it with gunzip")
     classes = messages()
     from google.protobuf.message import DecodeError
     from google.protobuf.proto import parse_length_prefixed
