@@ -401,9 +401,11 @@ def require_out(operator: str, out: Tensor, shape: tuple[int, ...], dtype: torch
             f"{operator} with out= has no gradients, as torch's functions have none: call it under torch.no_grad() "
             "with an out that requires none, or without out="
         )
+    if torch.compiler.is_compiling():  # which traces none of what follows
+        return
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{operator}: out was made in inference mode, and is written to only there: clone() it")
-    if not torch.compiler.is_compiling() and any(one is not None and _share_memory(out, one) for one in others):
+    if any(one is not None and _share_memory(out, one) for one in others):
         raise ValueError(f"{operator}: out shares memory with an operand or another out: give it memory of its own")
 
 
