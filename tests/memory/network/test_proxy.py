@@ -155,6 +155,21 @@ def test_a_proxy_ends_whose_second_thread_fails_to_send_at_that_moment(tmp_path)
     assert (done.returncode, done.stdout) == (0, "ended\n")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_a_sanitizer_finds_no_race_and_no_wrong_access_while_two_proxies_put_break_and_end(sanitizer, tmp_path):
+    compiler = ["c++", f"-fsanitize={sanitizer}", "-O1", "-std=c++20", "-pthread", "-o", tmp_path / "two_proxies"]
+    (tmp_path / "empty.cpp").write_text("int main() {}")
+    if subprocess.run([*compiler, tmp_path / "empty.cpp"], capture_output=True).returncode:
+        pytest.skip(f"the compiler has no sanitizer of {sanitizer}s")
+    source = Path(__file__).with_name("two_proxies.cpp")
+    code = Path(native.__file__).with_name("native")
+    subprocess.run([*compiler, "-w", "-I", code, source], check=True)
+    done = subprocess.run([tmp_path / "two_proxies"], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["400"] * 12
+
+
 @each_proxy
 def test_what_a_fifo_has_is_sent_before_it_is_removed_or_the_proxy_ends(kind):
     """A kernel's last puts and credits, of which no wake tells: the peers wait for them."""

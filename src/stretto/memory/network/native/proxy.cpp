@@ -279,9 +279,9 @@ class Proxy {
     }
     uint64_t* slot = posted_.words + ticket % posted_.capacity * 4;
     uint64_t phase = ticket / posted_.capacity & 1 ? 0 : kPhase;
-    slot[3] = size | phase;
-    slot[2] = region << 40 | offset | phase;
-    slot[1] = source_region << 40 | source | phase;
+    std::atomic_ref(slot[3]).store(size | phase, std::memory_order_relaxed);
+    std::atomic_ref(slot[2]).store(region << 40 | offset | phase, std::memory_order_relaxed);
+    std::atomic_ref(slot[1]).store(source_region << 40 | source | phase, std::memory_order_relaxed);
     std::atomic_ref(slot[0]).store(kind << 60 | peer << 40 | signal << 20 | phase, std::memory_order_release);
     return wake();
   }
