@@ -2,6 +2,7 @@
 """Tests of what a misspelt name or path was probably meant to be."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ def test_a_missing_file_is_compared_with_those_of_its_folder(tmp_path: Path):
     assert did_you_mean_file(tmp_path / "nowhere" / "ring.xml") == ""
 
 
+def entered(context: Callable[..., AbstractContextManager[Any]]) -> Callable[..., Any]:
+    return lambda *arguments: context(*arguments).__enter__()
+
+
 def test_what_is_no_module_or_grid_is_refused_by_name() -> None:
     layer, grid = nn.Linear(1, 1), 3
     there = object.__new__(stretto.Grid)
@@ -75,6 +80,17 @@ def test_what_is_no_module_or_grid_is_refused_by_name() -> None:
         (partial(stretto.parallelize, sharded_loss="no"), (layer, there), "sharded_loss is 'no', .* must be a bool"),
         (partial(stretto.parallelize, options={"z": 1}), (layer, there), "options is {'z': 1}, .* a ExecutionOptions"),
         (parallel.validate, (3, {}), "model is 3"),
+        (entered(parallel.full_parameters), (None,), "module is None"),
+        (entered(parallel.no_sync), (None,), "model is None"),
+        (entered(partial(parallel.no_sync, unsharded="no")), (layer,), "unsharded is 'no', .* True or False or None"),
+        (entered(parallel.gather_once), ([],), r"model is \[\]"),
+        (entered(parallel.count_collectives), (None,), "grid is None"),
+        (partial(parallel.Pipeline, micro_batch_size=1), (None, there), "model is None"),
+        (parallel.gather, (None,), "tensor is None, of type NoneType, but must be a Tensor"),
+        (parallel.clip_grad_norm_, (layer, 1.0, there), "parameters are tensors, of model.parameters.., not Linear"),
+        (partial(parallel.gradient_norm, norm_type="2"), ([], there), "norm_type is '2', .* a float"),
+        (parallel.mean_over_batch, (torch.zeros(()), "1", there), "count is '1'"),
+        (optim.guard, (3,), "optimizer is 3"),
         (parallel.checkpoint_activations, (3,), "model is 3"),
         (parallel.balance_experts, (3,), "model is 3"),
         (parallel.clip_grad_norm_, ([], 1.0, grid), "grid is 3"),

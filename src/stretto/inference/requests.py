@@ -4,8 +4,10 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
+
+from stretto.suggestions import require_fields
 
 _LEAST_TEMPERATURE = 1e-30  # logits that are divided by less may be infinite, and then no longer differ
 
@@ -27,12 +29,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in (("temperature", Real), ("top_p", Real), ("seed", Integral), ("top_k", Integral)):
-            value = getattr(self, name)
-            is_other = not isinstance(value, kind) or isinstance(value, bool)
-            if is_other and not (name == "top_k" and value is None):
-                what = "a number" if kind is Real else "an integer"
-                raise ValueError(f"{name} is {value!r}, but must be {what}; {getattr(Sampling, name)} is the default")
+        require_fields(self)
         if not isfinite(self.temperature) or (self.temperature != 0 and self.temperature < _LEAST_TEMPERATURE):
             raise ValueError(
                 f"temperature is {self.temperature}, but must be finite, and 0 (the best token) or at least "

@@ -33,9 +33,9 @@ def allocate(
     """
     if backend not in ("host", "cuda"):
         raise ValueError(f'the backends of symmetric memory are "host" and "cuda", not {backend!r}')
-    if not 0 <= size <= MAX_BYTES:
+    if not (isinstance(size, int) and 0 <= size <= MAX_BYTES):
         raise ValueError(f"a buffer has 0 to {MAX_BYTES} bytes, not {size}")
-    if not 0 <= signals <= MAX_SIGNALS:
+    if not (isinstance(signals, int) and 0 <= signals <= MAX_SIGNALS):
         raise ValueError(f"a pair of ranks has 0 to {MAX_SIGNALS} signals, not {signals}")
     kind = HostMemory if backend == "host" else CudaMemory
     return kind.allocate(size, signals, group, timeout)

@@ -176,7 +176,7 @@ def _multiply_several(
     Gradients of the gathered rows are added up by autograd, so that the backward pass has one reduce-scatter.
     """
     operator, rows = "all_gather_matmul", flatten_rows("all_gather_matmul", x)
-    if not isinstance(weights, Sequence) or not weights or not all(isinstance(one, Tensor) for one in weights):
+    if not weights:
         raise ValueError(f"{operator}: weight is a tensor or a list of one or more tensors, not {weights!r}")
     for what, given in (("bias", biases), ("out", outs)):
         if given is not None and (not isinstance(given, Sequence) or len(given) != len(weights)):

@@ -260,6 +260,8 @@ def require_dense(operator: str, name: str, given: object) -> None:
     if not isinstance(given, Tensor):
         hint = ": torch.as_tensor makes one of it" * isinstance(given, list | tuple)
         shown = f"{reprlib.repr(given):.60} of type {type(given).__name__}{hint}"
+    elif torch.compiler.is_compiling():  # which traces dense tensors alone, and none of these questions
+        return
     elif torch.nn.parameter.is_lazy(given):
         shown = "an uninitialized one: call its lazy module once before"
     elif given.is_nested:

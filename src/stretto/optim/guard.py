@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stretto.memory import failures
+from stretto.suggestions import require_type
 
 
 def guard(optimizer: Optimizer) -> Optimizer:
@@ -25,6 +26,7 @@ def guard(optimizer: Optimizer) -> Optimizer:
     the device, in CUDA graphs too. `stretto.optim.AdamW` needs no guard. If the failure is known to the host by then,
     the step raises `PeerError`. ValueError for an optimizer that cannot skip a step on the device.
     """
+    require_type(optimizer, Optimizer, "optimizer")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     is_fused = all(group.get("fused") for group in optimizer.param_groups)
     if any(parameter.is_cuda for parameter in parameters) and not is_fused:

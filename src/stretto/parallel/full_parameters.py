@@ -13,6 +13,7 @@ from stretto.parallel.layers.held_tensors import ParameterPlace, hold
 from stretto.parallel.layout import gather, has_layout, layout_of
 from stretto.parallel.sharded_parameter import ShardedParameter, write_whole
 from stretto.parallel.state import state_of
+from stretto.suggestions import require_type
 
 
 @dataclass
@@ -64,6 +65,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def _gather(module: nn.Module) -> list[_Edited]:
+    require_type(module, nn.Module, "module")
     found: dict[int, _Edited] = {}
     for prefix, owner in module.named_modules():
         for key, parameter in owner._parameters.items():

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from stretto.axes import EXPERT_AXES, NAMES, STAGE_AXES, X_COPIES, X_PARTS
 from stretto.parallel.grid import Grid
+from stretto.suggestions import require_type
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ def gather(tensor: Tensor, layout: ParameterLayout | None = None) -> Tensor:
     optimizer's moment), with that parameter's `layout_of` where the parameter has segments. A plain tensor is returned
     as it is.
     """
+    require_type(tensor, Tensor, "tensor")
     if not isinstance(tensor, DTensor):
         return tensor
     if layout is None and isinstance(tensor, TensorOnGrid):

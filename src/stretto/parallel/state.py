@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from stretto.suggestions import require_type
+
 if TYPE_CHECKING:
     from stretto.execution import ExecutionOptions
     from stretto.huggingface.experts import ExpertsKind
@@ -105,6 +107,7 @@ def state_of(model: nn.Module) -> ParallelState | None:
 
 def require_state(model: nn.Module, function: str) -> ParallelState:
     """The model's state. Raises ValueError, with the name of the function that needs it, if it is not on a grid."""
+    require_type(model, nn.Module, "model")
     state = state_of(model)
     if state is None:
         raise ValueError(f"{function} takes a model that stretto.parallelize has returned")

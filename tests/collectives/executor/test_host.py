@@ -5,6 +5,8 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,7 +18,7 @@ from tests.collectives.executor import programs
 from tests.collectives.executor.simulation import simulate
 from tests.collectives.executor.test_simulation import SEED, exchange_of
 from tests.pool import run_processes
-from tests.processes import LIMIT
+from tests.processes import LIMIT, shared_server
 
 from stretto.collectives.collective import AllGather
 from stretto.collectives.executor import REDUCTIONS, ExecutionError, run_on_host, run_on_processes
@@ -223,3 +225,17 @@ def test_processes_of_their_own_run_a_schedule(ranks):
     with pytest.raises(ValueError, match="not 'mean'"):
         run_on_processes(exchange_of(2), [torch.ones(1)] * 2, reduction="mean")
     assert set(multiprocessing.active_children()) == set(before)
+
+
+def test_a_process_whose_caller_has_heard_of_another_ranks_failure_ends_without_a_traceback(tmp_path):
+    program = (
+        "import multiprocessing, sys; from stretto.collectives.executor.processes import _work; "
+        "ours, theirs = multiprocessing.Pipe(); ours.close(); _work(theirs, 0, 1, sys.argv[1])"
+    )
+    done = subprocess.run(
+        [shared_server().python, "-c", program, tmp_path],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -142,7 +142,7 @@ EXPECTED = {
     "a limit of nothing": "limit is 0, but must be at least 1",
     "an order that is not known": "serve_first is 'last', but must be one of arrival, backward, forward",
     "a warm-up of another schedule": "extra_warm_up is an option of schedule='1f1b'",
-    "micro-batches of no rows": "micro_batch_size is 0, but must be at least 1",
+    "micro-batches of no rows": "micro_batch_size is 0, but must be a whole number, at least 1",
     "a model that is on no grid": "takes a model that stretto.parallelize has returned",
     "a call of the model itself": "call step or evaluate of stretto.parallel.Pipeline",
     "parameters beside blocks": r"OwnParameters has parameters .*\(shift\) in addition to its blocks.*use pipe=1",

@@ -199,8 +199,8 @@ def _work(pipe: Connection, rank: int, size: int, folder: str) -> None:
     except Exception as error:  # noqa: BLE001  (the caller gets it, whatever it is)
         outcome = error
         error.add_note(traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(outcome))
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, OSError):  # the caller has closed the pipe if another rank failed before
+        pipe.send_bytes(pickle.dumps(outcome))
         pipe.recv_bytes()
     if dist.is_initialized():
         dist.destroy_process_group()

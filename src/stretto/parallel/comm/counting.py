@@ -14,6 +14,7 @@ from torch import Tensor
 from stretto.axes import DERIVED_GROUPS, EXPERT, EXPERT_AXES, NAMES, STAGE
 from stretto.parallel.comm.autograd import SelectiveMode
 from stretto.parallel.grid import Grid
+from stretto.suggestions import require_type
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ def count_collectives(
 
     before: called with each before it is issued. It slows every operation a little: count one step, not a whole run.
     """
+    require_type(grid, Grid, "grid")
     counts = CollectiveCounts()
     counter = _Counter(grid, counts, before)
     _running.append(counter)

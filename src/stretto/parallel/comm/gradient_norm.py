@@ -57,7 +57,12 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tens
     """The parameters that have gradients, with these. A single one is not iterated over: its rows have none."""
     with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
         given = [parameters] if isinstance(parameters, Tensor) else parameters
-        return [(parameter, gradient) for parameter in given if (gradient := GRAD.__get__(parameter)) is not None]
+        try:
+            return [(parameter, gradient) for parameter in given if (gradient := GRAD.__get__(parameter)) is not None]
+        except TypeError as error:
+            raise TypeError(
+                f"parameters are tensors, of model.parameters(), not {parameters!r:.60}: {error}"
+            ) from error
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
@@ -83,6 +88,7 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
     ranks in fp64. The host never waits for the device.
     """
     require_type(grid, Grid, "grid")
+    require_type(norm_type, float, "norm_type")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
     # A handful of kernels for all of them: a large model has hundreds of parameters.

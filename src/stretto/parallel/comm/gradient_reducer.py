@@ -74,6 +74,7 @@ from stretto.parallel.grid import Grid
 from stretto.parallel.layout import GRAD
 from stretto.parallel.precision import Precision
 from stretto.parallel.state import require_state
+from stretto.suggestions import require_type
 
 if TYPE_CHECKING:
     from stretto.parallel.comm.copy_engine_scatter import ScatterRing
@@ -653,6 +654,7 @@ def no_sync(model: nn.Module, *, unsharded: bool | None = None) -> Iterator[None
 
     ValueError for a model that is not on a grid.
     """
+    require_type(unsharded, bool | None, "unsharded")
     reducer = require_state(model, "no_sync").gradient_reducer
     if unsharded and reducer.sink is not None:
         raise ValueError(

@@ -240,6 +240,9 @@ def mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid) -> Tensor:
     """
     require_type(grid, Grid, "grid")
     require_type(total, Tensor, "total")
+    require_type(count, Tensor | float, "count")
+    if not isinstance(count, Tensor) and count < 0:
+        raise ValueError(f"count is {count}, but must be at least 0: the targets of this rank's part of the batch")
     if len(grid.gradients) > 1 and grid.size(LOSS) > 1:
         raise ValueError(
             "mean_over_batch: this grid has models whose gradients are summed and others whose gradients are averaged: "

@@ -34,7 +34,7 @@ from stretto.parallel.pipeline.micro_batches import BatchCutter
 from stretto.parallel.pipeline.stages import ModelStages, whole_model
 from stretto.parallel.pipeline.transports import make_transport
 from stretto.parallel.state import require_state
-from stretto.quantities import require_least
+from stretto.quantities import require_whole
 from stretto.schedules import (
     SCHEDULES,
     Action,
@@ -222,7 +222,7 @@ class Pipeline:
 
     def _check_options(self, limit: int | None, serve_first: ServeFirst | None) -> None:
         schedule, stages = self._schedule, self.stages
-        require_least(1, micro_batch_size=self.micro_batch_size)
+        require_whole("micro_batch_size", self.micro_batch_size)
         if isinstance(schedule, PipelineSchedule):
             verify(schedule)
             if schedule.stage_ranks != stages.stage_ranks:

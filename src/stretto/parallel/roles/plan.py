@@ -14,7 +14,7 @@ from stretto.huggingface.experts import ExpertsKind
 from stretto.huggingface.formulas import NormKind
 from stretto.parallel.layout import Split
 from stretto.quantities import require_whole
-from stretto.suggestions import name_known
+from stretto.suggestions import name_known, require_fields
 
 KINDS = {
     "colwise": "linear, input over y and output over x (column-parallel)",
@@ -70,9 +70,7 @@ class Role:
     copies: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
-        for name in ("role", "unit_name", "shared_by"):
-            if not isinstance(value := getattr(self, name), str):
-                raise ValueError(f"a role's {name} is {value!r}, but must be text")
+        require_fields(self, "a role's ")
         if self.role not in KINDS:
             raise ValueError(f"{self.role!r} is not a role{name_known(self.role, KINDS, 'the roles are')}")
         for name in ("segments", "unit"):
