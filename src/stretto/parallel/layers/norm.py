@@ -165,8 +165,10 @@ class ParallelNorm(ShardedModule):
             kind = "layer" if self.is_centred else "rms"
             if not is_split:
                 return invariant_norm(x, weight, eps=eps, norm=kind, bias=bias, offset=self.weight_offset)
-            features = x.shape[-1] * self.group.size() if self.weight is None else len(self.weight)
-            options = eps, self.is_centred, self.group, features, self.weight_offset
+            all_weights, group = self.weight, self.group
+            assert group is not None
+            features = len(all_weights) if isinstance(all_weights, Tensor) else x.shape[-1] * group.size()
+            options = eps, self.is_centred, group, features, self.weight_offset
             return note_features(apply(_InvariantSplitNorm, x, weight, bias, *options), self.axis)
         if self.is_fused and weight is not None and not is_split and not torch.compiler.is_compiling():
             return rms_norm(x, weight, eps, self.weight_offset)
