@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"num_attention_heads": 8, "tie_word_embeddings": True}
     | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 1},
+    "olmo2": {"num_attention_heads": 8, "num_key_value_heads": 2},  # norms over all heads
     "stablelm": {"qk_layernorm": True, "partial_rotary_factor": 0.5, "hidden_dropout": 0.0},  # attention whole on x
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_attention_heads": 8},
 }

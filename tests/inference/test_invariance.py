@@ -113,9 +113,14 @@ def test_bits_of_experts(ranks: MakeRanks) -> None:
     assert ranks(2).run(compare, case, others, trainers, SHORT, MIXES) == [[], []]
 
 
+def test_bits_of_norms_over_heads_that_ranks_divide(ranks: MakeRanks) -> None:
+    on_x: Case = ("olmo2", {"x": 2}, torch.float32)
+    assert ranks(2).run(compare, ("olmo2", {"data": 2}, torch.float32), [on_x], [on_x], SHORT, MIXES) == [[], []]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "qwen3", "olmo2", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_bits_of_every_family(ranks: MakeRanks, kind: str, dtype: torch.dtype) -> None:
     assert ranks(4).run(compare, *on_four(kind, dtype), MANY, (*MIXES, (5, 7)), timeout=1800) == [[]] * 4
@@ -170,6 +175,7 @@ def differentiate() -> list[Any]:
         ("mistral", mask, {}),
         ("qwen3_moe", None, {}),
         ("gpt2", None, {"shard_sequence": True}),
+        ("olmo2", None, {}),
     ):
         case: Case = (kind, {"x": 2}, torch.float32)
         plain, found = (gradients(case, options, ids, padding) for options in ({}, {"invariant": True} | more))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from stretto.ops.rms_norm import rms_norm
 from stretto.ops.row_sums.norm import invariant_norm
 from stretto.parallel.comm.autograd import apply, once_differentiable, scale_gradient
-from stretto.parallel.comm.collectives import all_reduce, gather_rows
+from stretto.parallel.comm.collectives import NO_GROUP, all_reduce, gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.comm.kept_outputs import keep_output
@@ -80,7 +80,33 @@ class _SplitNorm(torch.autograd.Function):
         grad_x = gradient - normalized * projection
         if ctx.is_centred:
             grad_x = grad_x - average
-        return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, None, None, None
+        return (grad_x * rstd).to(x.dtype), grad_weight, grad_bias, *[None] * 5
+
+
+class _InvariantSplitNorm(_SplitNorm):
+    """The same with the bits of `invariant_norm` on one rank: of all features, each once, which the ranks exchange.
+
+    features: how many there are; several ranks may have the same (of copied KV heads).
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_centred: bool, group: Any,
+        features: int, offset: float,
+    ) -> Tensor:  # fmt: skip
+        size, part = group.size(), x.shape[-1]
+        copies = size * part // features
+        rows = torch.cat([x.reshape(-1, part), *(each[None] for each in (weight, bias) if each is not None)])
+        gathered = gather_rows(rows.t().contiguous(), size * part, group).view(size, part, -1)
+        whole = gathered[::copies].flatten(0, 1).t().contiguous()
+        hidden, (weights, *biases) = whole[: x[..., 0].numel()], whole[x[..., 0].numel() :]
+        bias_of_all, kind = biases[0] if biases else None, "layer" if is_centred else "rms"
+        y = invariant_norm(hidden, weights, eps=eps, norm=kind, bias=bias_of_all, offset=offset)
+        mean, variance = _moments(hidden.to(statistics_dtype(x)), is_centred, NO_GROUP)
+        mean, rstd = (each.view(*x.shape[:-1], 1) for each in (mean, torch.rsqrt(variance + eps)))
+        ctx.group, ctx.is_centred = group, is_centred
+        ctx.save_for_backward(x, weight + offset, mean, rstd)
+        return y.view(*x.shape[:-1], -1, part)[..., group.rank() // copies, :].contiguous()
 
 
 class ParallelNorm(ShardedModule):
@@ -90,7 +116,7 @@ class ParallelNorm(ShardedModule):
     [..., features / X], and `group` is that of x. Without a group the features are all here. `weight_offset` is
     added to the weight (1 in Gemma's norms). Statistics are taken in fp32, or fp64 for fp64 input. is_fused: an RMSNorm
     whose features are all here is one kernel (`ops.rms_norm`), except where torch.compile traces it. The
-    attribute is_invariant: a row's bits depend on no other row (`ops.invariant_norm`).
+    attribute is_invariant: a row's bits depend on no other row, nor on the number of ranks (`ops.invariant_norm`).
     """
 
     def __init__(
@@ -137,7 +163,13 @@ class ParallelNorm(ShardedModule):
             weight = x.new_ones(x.shape[-1]) if weight is None else weight.to(x.dtype)
             bias = None if bias is None else bias.to(x.dtype)
             kind = "layer" if self.is_centred else "rms"
-            return invariant_norm(x, weight, eps=eps, norm=kind, bias=bias, offset=self.weight_offset)
+            if not is_split:
+                return invariant_norm(x, weight, eps=eps, norm=kind, bias=bias, offset=self.weight_offset)
+            all_weights, group = self.weight, self.group
+            assert group is not None
+            features = len(all_weights) if isinstance(all_weights, Tensor) else x.shape[-1] * group.size()
+            options = eps, self.is_centred, group, features, self.weight_offset
+            return note_features(apply(_InvariantSplitNorm, x, weight, bias, *options), self.axis)
         if self.is_fused and weight is not None and not is_split and not torch.compiler.is_compiling():
             return rms_norm(x, weight, eps, self.weight_offset)
         if weight is not None and self.weight_offset:
