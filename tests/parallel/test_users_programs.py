@@ -381,3 +381,47 @@ def test_a_default_device_of_the_users_does_not_matter(ranks):
     for sizes in ({"z": 2}, {"x": 2}):
         found = ranks(2).run(train_with_default_device, sizes)
         assert found == [pytest.approx(expected, rel=1e-9)] * 2
+
+
+class Codebook(nn.Module):
+    """Vectors that follow the means of what is nearest to them: of this rank's rows, or of a group's."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.group, self.inner, self.norm = group, nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.register_buffer("code", torch.arange(3.0 * WIDTH).view(3, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = x.detach().sum(0)
+        self.last = sums
+        if self.group is not None:
+            sums = sums.clone()
+            torch.distributed.all_reduce(sums, group=self.group)
+        self.calls += 1
+        self.code = self.code.lerp(sums.expand_as(self.code), 0.1)
+        return self.norm(self.inner(x)) - self.code[0]
+
+
+def warnings_of_buffers(sizes: dict[str, int]) -> list[list[str]]:
+    """What is said of the buffers of models in two calls in evaluation and in two in training."""
+    grid = Grid(**sizes)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3))[my_rows(grid, ROWS)]
+    found = []
+    for group in (None, grid.group("loss")):
+        torch.manual_seed(0)
+        model = parallelize(Codebook(group), grid)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for is_training in (False, False, True, True):
+                model.train(is_training)(x).square().mean().backward()
+        found.append([str(each.message) for each in caught if "buffers" in str(each.message)])
+    return found
+
+
+def test_buffers_that_ranks_fill_from_their_own_rows_are_named_once(ranks):
+    (own, summed), *others = ranks(2).run(warnings_of_buffers, {"z": 2})
+    assert [each.partition(" of ")[0] for each in own] == ["code"]
+    assert not summed
+    assert others == [[[], []]]

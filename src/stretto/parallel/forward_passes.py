@@ -5,6 +5,7 @@ import functools
 import re
 import sys
 import threading
+import warnings
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -187,6 +188,44 @@ class RowsCheck:
                 "grid.size('batch') of the batch; DistributedSampler(dataset, grid.size('batch'), "
                 "grid.coordinate('batch')) does"
             )
+
+
+def warn_of_own_buffers(model: nn.Module, grid: Grid) -> None:
+    """Have the first forward pass of training warn of persistent buffers that it has left different on ranks with other
+    rows: codebooks, running means. Batch norms are named when a model is parallelized."""
+    owners = [each for each in model.named_modules() if not isinstance(each[1], nn.modules.batchnorm._BatchNorm)]
+    names = [
+        f"{name}.{key}".removeprefix(".")
+        for name, module in owners
+        for key, buffer in module._buffers.items()
+        if type(buffer) is Tensor and not buffer.is_complex() and key not in module._non_persistent_buffers_set
+    ]
+    group = grid.communicator("loss")
+    if group.size() == 1 or grid.size("pipe") > 1 or not names:
+        return
+
+    @torch.compiler.disable
+    def compare(model: nn.Module, *_: Any) -> None:
+        is_captured = grid.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not (model.training and torch.is_grad_enabled()) or in_backward() or is_captured:
+            return
+        handle.remove()
+        buffers = [model.get_buffer(name).detach().to(grid.device, torch.float64) for name in names]
+        lowest = torch.stack([buffer.sum() for buffer in buffers]).nan_to_num()
+        highest = lowest.clone()
+        with not_counted():
+            all_reduce(highest, group, dist.ReduceOp.MAX)
+            all_reduce(lowest, group, dist.ReduceOp.MIN)
+        own = [name for name, differs in zip(names, (highest != lowest).tolist(), strict=True) if differs]
+        if own and dist.get_rank() == 0:
+            warnings.warn(
+                f"{', '.join(own[:5])} of {type(model).__name__} differ between ranks after a forward pass: each of "
+                f"the {group.size()} ranks that have rows of their own fills its buffers from these alone, and a "
+                "checkpoint has those of one. Sum over grid.group('loss') what they are made of",
+                stacklevel=2,
+            )
+
+    handle = model.register_forward_hook(compare)
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -30,6 +30,7 @@ from stretto.parallel.forward_passes import (
     end_forward,
     exchange_whole_features,
     explain_sizes,
+    warn_of_own_buffers,
 )
 from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers.block_shard import BlockShard
@@ -262,6 +263,7 @@ def _follow_passes(model: nn.Module, state: ParallelState, *, by_blocks: bool) -
     if random_state.is_needed:
         model.register_forward_pre_hook(torch.compiler.disable(random_state))
     model.register_forward_hook(lambda *_: end(state), always_call=True)
+    warn_of_own_buffers(model, state.grid)
     reducer = state.gradient_reducer
     model.register_state_dict_pre_hook(lambda *_: None if in_backward() else reducer.drop_failed_passes())
 
