@@ -112,10 +112,10 @@ class GradientReducer:
     over the axes other than z, also those that some ranks lack.
 
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
-    one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
-    takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
-    in `.grad` are final. While `deferred` is a list, linears leave the products that make their weights' gradients
-    there, by `defer` (`stretto.parallel.pipeline`).
+    one that has raised on another thread, as on GPUs; `at_conversion` before a conversion. `ring` reduce-scatters by
+    copy engines, if they are used. `sink` takes gradients in place of `.grad` once `send_to` was called
+    (`stretto.optim.state`); `listener` learns when those in `.grad` are final. While `deferred` is a list, linears
+    leave the products that make their weights' gradients there, by `defer` (`stretto.parallel.pipeline`).
     `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
@@ -157,6 +157,7 @@ class GradientReducer:
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self.at_failure: list[Callable[[], None]] = []
+        self.at_conversion: list[Callable[[], None]] = []
         self.sharded: dict[nn.Parameter, WeightToGather] = {}  # how z shards weights
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self._held: dict[nn.Parameter, Tensor | None] = {}  # what `.grad` held of those that autograd accumulates now
@@ -338,11 +339,12 @@ class GradientReducer:
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a gradient of this rank's shard, in place of autograd's accumulation."""
-        if self.stream.is_elsewhere():
-            with self.stream.enter(gradient):
+        stream = self.stream
+        if stream.index is not None and stream.is_elsewhere():
+            with stream.enter(gradient):
                 self.take(parameter, gradient)
             return
-        current = self._enter()
+        current = self._passes.get(torch._C._current_graph_task_id()) or self._enter()
         if self._watched[parameter].hooks is None:
             self.defer_hooks(parameter)
         self._settle_one(current, parameter, gradient)
@@ -507,10 +509,15 @@ class GradientReducer:
 
         Those of a pass within another one (reentrant activation checkpointing) are put with the outermost one's.
         """
-        current = next(iter(self._passes.values()))
+        if len(self._passes) > 1:
+            current = next(iter(self._passes.values()))
+        expected = self._watched[parameter].expected
+        if expected == 1 and not (parameter in current.arrived or self._unsummed):  # most: no list of parts
+            self._sums.put(current.buckets, parameter, mine)
+            return
         parts = current.arrived.pop(parameter, [])  # popped and put in again: the order is that of the last parts
         current.arrived[parameter] = [*parts, mine]
-        if len(current.arrived[parameter]) == self._watched[parameter].expected:
+        if len(current.arrived[parameter]) == expected:
             self._put(current, parameter)
 
     def _put(self, current: BackwardPass, parameter: nn.Parameter) -> None:
