@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 
+from stretto.optim import AdamW
 from stretto.parallel import Grid, gather, parallelize
 
 IDS = torch.arange(2 * 16).view(2, 16) * 7 % 61
@@ -102,6 +103,39 @@ def test_a_layer_whose_gradients_are_averaged_over_data_takes_calls_that_are_cou
     found = ranks(2).run(functools.partial(calls_of_a_layer, data=2), None)
     limits = {"roles": 2.2, "blocks": 2.5}
     assert not [each for each in found if any(ratio > limits[kind] for kind, ratio in each.items())], found
+
+
+def calls_of_optimizers() -> dict[str, float]:
+    """Calls of a step of a parallelized model's optimizer, divided by those of torch's for the plain model."""
+
+    def count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        calls = 0
+
+        def note(_: FrameType, event: str, __: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        sys.setprofile(note)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    plain, model = make_llama(3), parallelize(make_llama(3), Grid(data=2))
+    fused = count(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    return {
+        "torch's, fused": count(model, torch.optim.AdamW(model.parameters(), fused=True)) / fused,
+        "Stretto's": count(model, AdamW(model.parameters())) / count(plain, torch.optim.AdamW(plain.parameters())),
+    }
+
+
+def test_optimizers_of_shards_take_few_more_calls_than_of_plain_parameters(ranks):
+    limits = {"torch's, fused": 6.5, "Stretto's": 3.0}
+    for found in ranks(2).run(calls_of_optimizers):
+        assert not {kind: ratio for kind, ratio in found.items() if ratio > limits[kind]}, found
 
 
 class Norms(nn.Module):
