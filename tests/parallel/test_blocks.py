@@ -320,6 +320,11 @@ def load_and_convert(sizes: dict[str, int]) -> None:
     model.zero_grad()
     model.float()
     classifier_loss(model, images.float(), classes).backward()
+    model.float()  # which converts nothing, and makes new tensors of the parameters all the same
+    model.zero_grad()
+    asked = next(model.parameters())
+    classifier_loss(model, images.float(), classes).backward(inputs=[asked])
+    assert asked.grad is not None
     with pytest.raises(ValueError, match="neither copied nor pickled"):
         copy.deepcopy(model)
 

@@ -112,10 +112,10 @@ class GradientReducer:
     over the axes other than z, also those that some ranks lack.
 
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
-    one that has raised on another thread, as on GPUs; `at_conversion` before a conversion. `ring` reduce-scatters by
-    copy engines, if they are used. `sink` takes gradients in place of `.grad` once `send_to` was called
-    (`stretto.optim.state`); `listener` learns when those in `.grad` are final. While `deferred` is a list, linears
-    leave the products that make their weights' gradients there, by `defer` (`stretto.parallel.pipeline`).
+    one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
+    takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
+    in `.grad` are final. While `deferred` is a list, linears leave the products that make their weights' gradients
+    there, by `defer` (`stretto.parallel.pipeline`).
     `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
@@ -157,7 +157,6 @@ class GradientReducer:
         self._groups: dict[nn.Parameter, tuple[dist.ProcessGroup, ...]] = {}
         self._unsummed: dict[nn.Parameter, None] = {}  # an ordered set: all ranks go through it in one order
         self.at_failure: list[Callable[[], None]] = []
-        self.at_conversion: list[Callable[[], None]] = []
         self.sharded: dict[nn.Parameter, WeightToGather] = {}  # how z shards weights
         self._passes: dict[int, BackwardPass] = {}  # the running ones, by autograd's number of the graph task
         self._held: dict[nn.Parameter, Tensor | None] = {}  # what `.grad` held of those that autograd accumulates now

@@ -192,7 +192,6 @@ class BlockShard:
         self._holds_next = False  # what is gathered next, to compute the block again
         self._own = {str(number): parameter for number, parameter in enumerate(held) if not layout_of(parameter).splits}
         self._followed: LocalTensors | None = None
-        gradients.at_conversion.append(self._forget)
         self._copied: dict[int, WeightToGather] = {}
         self._pruned: dict[int, WeightToGather] = {}
         self._kept: list[_KeptRows] = []
@@ -340,9 +339,6 @@ class BlockShard:
             followed.take(dict.fromkeys(self._own), self.gradients)
         assert followed.tensors is not None
         return followed.tensors
-
-    def _forget(self) -> None:
-        self._followed = None
 
     @contextmanager
     def running(self) -> Iterator[list[Tensor] | None]:

@@ -191,8 +191,6 @@ def keep_through_conversions(owner: nn.Module, key: str, gradients: GradientRedu
         if parameter is None:  # the user has deleted it
             return convert(fn, recurse)
         layout = layout_of(parameter)
-        for forget in gradients.at_conversion:
-            forget()
         convert(fn, recurse)
         note_layout(owner.get_parameter(key), layout)
         gradients.restore_hooks(owner.get_parameter(key))
