@@ -305,8 +305,8 @@ def test_a_block_is_sent_in_one_message_and_again_for_the_backward_pass_if_it_is
     assert ranks(2).run(count_gathers, "after_forward") == [(9, 5)] * 2
 
 
-def load_and_convert() -> None:
-    grid = Grid(z=2)
+def load_and_convert(sizes: dict[str, int]) -> None:
+    grid = Grid(**sizes)
     source = make("convolutional")
     with torch.no_grad():
         for parameter in source.parameters():
@@ -315,15 +315,23 @@ def load_and_convert() -> None:
     model.load_state_dict(source.state_dict())
     for name, parameter in model.named_parameters():
         assert torch.equal(gather(parameter), source.get_parameter(name)), name
-    model.float()
     images, classes = CASES["convolutional"][2]
+    classifier_loss(model, images, classes).backward()  # which keeps plain tensors of what z does not shard
+    model.zero_grad()
+    model.float()
     classifier_loss(model, images.float(), classes).backward()
+    model.float()  # which converts nothing, and makes new tensors of the parameters all the same
+    model.zero_grad()
+    asked = next(model.parameters())
+    classifier_loss(model, images.float(), classes).backward(inputs=[asked])
+    assert asked.grad is not None
     with pytest.raises(ValueError, match="neither copied nor pickled"):
         copy.deepcopy(model)
 
 
-def test_state_dicts_of_the_plain_model_are_loaded_and_conversions_keep_the_shards(ranks):
-    ranks(2).run(load_and_convert)
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
+def test_state_dicts_of_the_plain_model_are_loaded_and_conversions_keep_the_shards(ranks, sizes):
+    ranks(2).run(load_and_convert, sizes)
 
 
 def checkpoint_blocks(reshard: ReshardPolicy) -> None:

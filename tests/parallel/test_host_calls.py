@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many Python calls a layer of an unmodified model takes on a rank, beside the same layer without Stretto."""
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 
+from stretto.optim import AdamW
 from stretto.parallel import Grid, gather, parallelize
 
 IDS = torch.arange(2 * 16).view(2, 16) * 7 % 61
@@ -47,30 +49,31 @@ def calls_of_a_step(model: nn.Module, backend: str | None) -> int:
     return calls
 
 
-def calls_of_a_layer(backend: str | None, z: int = 1) -> dict[str, float]:
-    """How many times as many as without Stretto; its two norms' gradients are summed over z."""
+def calls_of_a_layer(backend: str | None, **sizes: int) -> dict[str, float]:
+    """How many times as many as without Stretto; over z its two norms' gradients are summed, over data all."""
 
     def count(make: Callable[[nn.Module], nn.Module]) -> int:
         return calls_of_a_step(make(make_llama(3)), backend) - calls_of_a_step(make(make_llama(1)), backend)
 
-    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {"roles": lambda model: parallelize(model, Grid(z=z))}
-    if backend is None and z == 1:
+    kinds: dict[str, Callable[[nn.Module], nn.Module]] = {"roles": lambda model: parallelize(model, Grid(**sizes))}
+    if backend is None and not sizes:
         kinds["recomputed"] = lambda model: parallelize(model, Grid(), recompute="full")
-        kinds["blocks"] = lambda model: parallelize(model, Grid(), blocks=["model.layers.*"])
+    if backend is None and "z" not in sizes:
+        kinds["blocks"] = lambda model: parallelize(model, Grid(**sizes), blocks=["model.layers.*"])
     plain = count(lambda model: model)
     return {kind: count(make) / plain for kind, make in kinds.items()}
 
 
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
 def test_a_layer_on_one_rank_takes_few_more_calls_than_a_plain_one(ranks, backend):
-    limits = {"roles": 1.3, "recomputed": 6, "blocks": 3.6}
+    limits = {"roles": 1.3, "recomputed": 6, "blocks": 2.4}
     assert not {
         kind: ratio for kind, ratio in ranks(1).run(calls_of_a_layer, backend)[0].items() if ratio > limits[kind]
     }
 
 
 def test_a_layer_whose_weights_z_shards_takes_calls_that_are_counted(ranks):
-    found = ranks(2).run(calls_of_a_layer, None, 2)
+    found = ranks(2).run(functools.partial(calls_of_a_layer, z=2), None)
     assert [ratio for each in found for ratio in each.values() if ratio > 13.1] == [], found
 
 
@@ -94,6 +97,45 @@ def calls_of_blocks_beside_fsdp2() -> float:
 
 def test_a_compiled_block_takes_fewer_calls_than_under_fsdp2(ranks):
     assert [ratio for ratio in ranks(2).run(calls_of_blocks_beside_fsdp2) if ratio > 0.66] == []
+
+
+def test_a_layer_whose_gradients_are_averaged_over_data_takes_calls_that_are_counted(ranks):
+    found = ranks(2).run(functools.partial(calls_of_a_layer, data=2), None)
+    limits = {"roles": 2.2, "blocks": 2.5}
+    assert not [each for each in found if any(ratio > limits[kind] for kind, ratio in each.items())], found
+
+
+def calls_of_optimizers() -> dict[str, float]:
+    """Calls of a step of a parallelized model's optimizer, divided by those of torch's for the plain model."""
+
+    def count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        calls = 0
+
+        def note(_: FrameType, event: str, __: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        sys.setprofile(note)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    plain, model = make_llama(3), parallelize(make_llama(3), Grid(data=2))
+    fused = count(plain, torch.optim.AdamW(plain.parameters(), fused=True))
+    return {
+        "torch's, fused": count(model, torch.optim.AdamW(model.parameters(), fused=True)) / fused,
+        "Stretto's": count(model, AdamW(model.parameters())) / count(plain, torch.optim.AdamW(plain.parameters())),
+    }
+
+
+def test_optimizers_of_shards_take_few_more_calls_than_of_plain_parameters(ranks):
+    limits = {"torch's, fused": 6.5, "Stretto's": 3.0}
+    for found in ranks(2).run(calls_of_optimizers):
+        assert not {kind: ratio for kind, ratio in found.items() if ratio > limits[kind]}, found
 
 
 class Norms(nn.Module):

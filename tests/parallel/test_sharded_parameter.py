@@ -16,6 +16,7 @@ from torch.nn import init
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from stretto.models import GPT, GPTConfig
+from stretto.optim import AdamW
 from stretto.parallel import Grid, gather, parallelize
 
 
@@ -123,6 +124,8 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "_foreach_add_": lambda p: torch._foreach_add_([p, p], 1.0),
     "AdamW": step_of(torch.optim.AdamW),
     "fused SGD": step_of(torch.optim.SGD, momentum=0.9, fused=True),
+    "fused AdamW": step_of(torch.optim.AdamW, fused=True),
+    "Stretto's AdamW": step_of(AdamW),
     "fused Adagrad": step_of(torch.optim.Adagrad, fused=True),
     "p / p.norm().item()": lambda p: p.div_(p.norm().item() + float(p.mean()) + p.count_nonzero().item()),
     "renorm": lambda p: p.copy_(torch.renorm(p, 2, 0, 0.1)),

@@ -91,7 +91,15 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
         with skipping_after_failure(self, skip):
             unhooked(torch.optim.AdamW.step)(self)
+        torch.autograd.graph.increment_version([parameter for found in groups for parameter, *_ in found])
         return loss
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Collect what torch's step updates: shards, since DTensor would look at the placements of each, each time."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

@@ -22,6 +22,7 @@ from stretto.huggingface.loss import (
 )
 from stretto.huggingface.pretrained_model import unwrap
 from stretto.huggingface.router_loss import RanksOfBatch
+from stretto.parallel.blocks import find_blocks
 from stretto.parallel.comm.autograd import compiled_within
 from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -34,6 +35,7 @@ from stretto.parallel.layers.loss import (
     is_mean_over_batch,
 )
 from stretto.parallel.layers.router import count_over_ranks
+from stretto.parallel.layers.sharded_module import ShardedModule
 from stretto.parallel.roles.plan import ShardingPlan
 
 _TARGETS = ("targets", "labels")  # their names in models' forward
@@ -126,6 +128,10 @@ def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
     names = [*inspect.signature(forward).parameters]
     variables = getattr(getattr(inspect.unwrap(type(unwrap(model)).forward), "__code__", None), "co_varnames", ())
     has_targets = means.has_targets = any(map(_is_target, variables)) or "loss" not in variables
+    for name in find_blocks(model):
+        if not names_loss(block := model.get_submodule(name)):
+            block.register_forward_pre_hook(means.leave)
+            block.register_forward_hook(means.enter_again)
 
     @functools.wraps(forward)
     def forward_with_means(*args: Any, **kwargs: Any) -> Any:
@@ -141,6 +147,15 @@ def take_means_over_batch(model: nn.Module, means: MeansOverBatch) -> None:
 
 def _is_target(argument: str) -> bool:
     return "label" in argument or "target" in argument or argument in _ANSWERS
+
+
+def names_loss(module: nn.Module) -> bool:
+    """True if a module may compute a loss: if its classes' code, or a class, has a name that says so."""
+    others = [each for each in module.modules() if not isinstance(each, ShardedModule)]
+    kinds = {kind for each in others for kind in type(each).__mro__ if kind is not nn.Module}
+    functions = [value for kind in kinds for value in vars(kind).values() if inspect.isfunction(value)]
+    names = [*[kind.__name__ for kind in kinds], *[name for each in functions for name in each.__code__.co_names]]
+    return any("loss" in name.lower() or "cross_entropy" in name for name in names)
 
 
 def _defer_loss(model: nn.Module, head: ParallelHead, signature: inspect.Signature, target: str) -> None:

@@ -28,14 +28,17 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as _foreach_types_of_optimizers
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_types
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import GRAD, ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
 
-# torch's optimizers with fused=True, element by element; DTensor knows Adam's alone.
-_FUSED_UPDATES = (torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_)
+# Of torch's optimizers, element by element. DTensor knows Adam's alone, and looks at the placements of each tensor.
+_FUSED_UPDATES = (
+    *(torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_),
+    *(torch.ops.aten._fused_sgd_, torch.ops.aten._fused_adagrad_),
+)
 # Of these a plain tensor is a new value, which need not be sharded.
 _ASSIGNMENTS = (torch.ops.aten.copy_, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_)
 # Of these optimizers make their state, which stays DTensors.
@@ -108,6 +111,9 @@ class ShardedParameter(TensorOnGrid):
         for tensor in own:
             if tensor.late_write is not None:
                 tensor.late_write()
+        if func.overloadpacket in _FUSED_UPDATES and (shards := _shards_alike((*args, *kwargs.values()))) is not None:
+            func(*shards[: len(args)], **dict(zip(kwargs, shards[len(args) :], strict=True)))
+            return _count_writes(written)
         kinds = [type(tensor) for tensor in own]
         for tensor in own:
             tensor.__class__ = DTensor  # type: ignore[assignment]
@@ -125,12 +131,9 @@ class ShardedParameter(TensorOnGrid):
         finally:
             for tensor, kind in zip(own, kinds, strict=True):
                 tensor.__class__ = kind
-        if is_refused and func.overloadpacket in _FUSED_UPDATES:
-            args, kwargs = tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs))
-            found = func(*args, **kwargs)
-        elif is_refused and written:
+        if is_refused and written:
             return _edit_whole(func, written, args, kwargs)
-        elif is_refused:  # such as to flatten shards of uneven sizes
+        if is_refused:  # such as to flatten shards of uneven sizes
             found = _run_whole(func, own[0], args, kwargs)
         if func.overloadpacket is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_:
             _agree_on_infinities(own, args[1])
@@ -325,6 +328,26 @@ def _find(values: Sequence[Any]) -> Iterator[ShardedParameter]:
     for value in chain.from_iterable(each if isinstance(each, list | tuple) else (each,) for each in values):
         if isinstance(value, ShardedParameter):
             yield value
+
+
+def _shards_alike(args: Sequence[Any]) -> list[Any] | None:
+    """An operator's arguments with lists of shards for lists of DTensors; None unless these are cut alike, place by
+    place, and the others are no DTensors."""
+    found: list[Any] = []
+    specs: list[Any] | None = None
+    for each in args:
+        if isinstance(each, list | tuple) and any(isinstance(one, DTensor) for one in each):
+            if not all(isinstance(one, DTensor) for one in each):
+                return None
+            own = [one._spec for one in each]
+            for one, other in zip(own, specs or own, strict=True):
+                if one is not other and (one.mesh is not other.mesh or one.placements != other.placements):
+                    return None
+            each, specs = [one._local_tensor for one in each], own
+        elif isinstance(each, DTensor):
+            return None
+        found.append(each)
+    return found
 
 
 def _put(whole: Tensor, source: Tensor, args: Sequence[Any]) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from stretto.optim.guard import skipping_after_failure
 from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
 from stretto.optim.state.updates import AVERAGE
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import check_is_sharded, has_layout, layout_of
+from stretto.parallel.layout import GRAD, TensorOnGrid, check_is_sharded, has_layout, layout_of, shard_of
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.parallel.state import state_of
@@ -103,16 +103,14 @@ class ShardOptimizer:
         for group in self.inner.param_groups:
             group["lr"] = lr
         for name, parameter in self.parameters.items():
-            self._shards[name].requires_grad_(parameter.requires_grad)
-            if parameter.grad is None:
-                self._shards[name].grad = None
-                continue
-            if self._shards[name].data_ptr() != local_shard(parameter).data_ptr():
+            shard, gradient = self._shards[name], GRAD.__get__(parameter)
+            shard.requires_grad_(parameter.requires_grad)
+            shard.grad = None if gradient is None else local_shard(gradient)
+            if gradient is not None and shard.data_ptr() != local_shard(parameter).data_ptr():
                 raise ValueError(
                     f"{name} was converted or moved (model.to, .double) after its optimizer was made, which would "
                     "update the old numbers: make the optimizer afterwards"
                 )
-            self._shards[name].grad = local_shard(parameter.grad)
         if skip is not None and not self._is_fused():
             if bool(skip):
                 self._drop_gradients()
@@ -242,7 +240,9 @@ def find_row_parts(model: nn.Module, name: str) -> tuple[RowParts, ...]:
 
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, which shares its memory, or a plain tensor itself. Detached."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    if isinstance(tensor, TensorOnGrid):
+        return shard_of(tensor)
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def learning_rate(

@@ -8,15 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode
 
 from stretto.models import GPT, GPTConfig
 from stretto.models.gpt import NextTokenLoss
 from stretto.parallel import Grid, count_collectives, gather, layout_of, mean_over_batch, parallelize, validate
+from stretto.parallel.layers.loss import MeansOverBatch
 from stretto.parallel.layers.weight_shard import WeightShard
+from stretto.parallel.model_loss import take_means_over_batch
 from tests.parallel.training import Sizes, distance, my_rows
 
 VOCAB = 11
 ROLES = {"lookup": "embedding", "head": "head"}
+INPUTS, INPUT_LABELS = torch.linspace(-1, 1, 64).view(8, 8).sin(), torch.arange(8) * 3 % 8
 TOKENS = torch.arange(24).view(4, 6) * 5 % VOCAB
 
 
@@ -209,3 +213,54 @@ def test_a_loss_leaves_the_heads_weight_as_it_is_whether_it_is_padded_or_not(ran
     for found in ranks(2).run(train_head, sizes, vocab, options):
         for name, value in right.items():
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+
+
+class Auxiliary(nn.Linear):
+    """A layer that computes a loss of its own."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        y = super().forward(x)
+        return y if labels is None else (y, F.cross_entropy(y, labels))
+
+
+class WithAuxiliaryLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), Auxiliary(8, 8)])
+        self.fails = False
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.layers[1](self.layers[0](x if not self.fails else x[..., :3]))
+        y, loss = self.layers[2](x, labels)
+        return loss + F.cross_entropy(2 * y, labels)
+
+
+def means_of_a_model(expected: float) -> tuple[list[str], list[str]]:
+    """The functions of torch that a mode over the batch sees, and what is wrong."""
+    seen: list[str] = []
+
+    class Watched(MeansOverBatch):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    grid, model = Grid(data=2), WithAuxiliaryLoss()
+    take_means_over_batch(model, Watched(grid))
+    x, labels = (each[my_rows(grid, len(each))] for each in (INPUTS, INPUT_LABELS))
+    wrong = [] if abs(model(x, labels=labels).item() - expected) < 1e-6 else ["the mean"]
+    model.fails = True
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model(x, labels=labels)
+    wrong += [] if _get_current_function_mode() is None else ["a mode is left"]
+    model.fails = False
+    wrong += [] if abs(model(x, labels=labels).item() - expected) < 1e-6 else ["the mean after an error"]
+    return seen, wrong
+
+
+def test_layers_that_compute_no_loss_run_without_the_mode_that_takes_means_over_the_batch(ranks):
+    expected = WithAuxiliaryLoss()(INPUTS, INPUT_LABELS).item()
+    for seen, wrong in ranks(2).run(means_of_a_model, expected):
+        assert wrong == []
+        assert seen.count("linear") == 2  # the auxiliary layer's, of two passes
+        assert "relu" not in seen

@@ -59,9 +59,8 @@ class GradientListener(Protocol):
 class GradientBucket:
     """Gradients that one message sums, or averages, over the same ranks.
 
-    Calls come in this order: `add` for each gradient, `pack`, `start`, `add_to_grad`. The message ends with a number a
-    gradient, 0 where a rank has none: what no rank has a gradient of keeps its `.grad`. Only a rank that lacks one
-    reads these.
+    Calls come in this order: `pack`, `start`, `add_to_grad`. The message ends with a number a gradient, 0 where a rank
+    has none: what no rank has a gradient of keeps its `.grad`. Only a rank that lacks one reads these.
     """
 
     def __init__(
@@ -71,39 +70,25 @@ class GradientBucket:
         self._levels = levels
         self._averages = averages
         self._op = dist.ReduceOp.SUM
-        self.num_bytes = 0
-        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._missing: list[int] = []
-        self._shapes: list[tuple[nn.Parameter, torch.Size]] = []
+        self.parameters: Sequence[nn.Parameter] = ()
+        self._missing: Sequence[int] = ()
         self._flat: Tensor | None = None
         self._pending: Pending | None = None
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor, *, is_missing: bool = False) -> None:
-        """Put a gradient in, to be added to `parameter.grad` once it is summed. is_missing: zeros stand for none."""
-        if is_missing:
-            self._missing.append(len(self._gradients))
-        self._gradients.append((parameter, gradient))
-        self.num_bytes += gradient.numel() * gradient.element_size()
+    def pack(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], missing: Sequence[int]) -> None:
+        """Copy gradients into one flat tensor, to be added to their parameters' `.grad` once they are summed.
 
-    def pack(self) -> None:
-        """Copy the gradients into one flat tensor, and free them."""
-        self._shapes = [(parameter, gradient.shape) for parameter, gradient in self._gradients]
-        last = self._gradients[-1][1]
-        present = last.new_ones(len(self._gradients))
-        if self._missing:
-            present[self._missing] = 0
-        flat = [gradient if gradient.dim() == 1 else gradient.reshape(-1) for _, gradient in self._gradients]
-        self._flat = torch.cat([*flat, present])
+        missing: numbers of those for which zeros stand.
+        """
+        self.parameters, self._missing = parameters, missing
+        present = gradients[-1].new_ones(len(gradients))
+        if missing:
+            present[missing] = 0
+        self._flat = torch._C._nn.flatten_dense_tensors([*gradients, present])
         if self._averages and all(can_average(self._flat, group) for group in self.groups):
             self._op = dist.ReduceOp.AVG  # NCCL multiplies before it adds
         elif self._averages:  # before it is sent, so that no sum overflows in fp16
             self._flat *= 1 / math.prod(group.size() for group in self.groups)
-        self._gradients = []
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients are packed."""
-        return [parameter for parameter, _ in self._shapes]
 
     def start(self) -> None:
         """Begin to sum the flat tensor over the first group."""
@@ -126,10 +111,10 @@ class GradientBucket:
             if self._missing:
                 present = flat[-len(parameters) :].tolist()
                 absent.update(parameters[index] for index in self._missing if not present[index])
-        shapes = [shape for _, shape in self._shapes]
-        *parts, _ = flat.split([*map(math.prod, shapes), len(shapes)])
-        found = zip(parameters, parts, shapes, strict=True)
-        _accumulate_parts([(p, part if len(to) == 1 else part.view(to)) for p, part, to in found if p not in absent])
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            parts = torch._C._nn.unflatten_dense_tensors(flat, [each._local_tensor for each in parameters])  # type: ignore[attr-defined]
+            found = zip(parameters, parts, strict=True)
+            _accumulate_parts([pair for pair in found if pair[0] not in absent] if absent else [*found])
         return [parameters[index] for index in self._missing if parameters[index] not in absent]
 
 
@@ -249,7 +234,7 @@ class BucketedSums:
 
     def put(self, current: BucketsOfPass, parameter: nn.Parameter, total: Tensor) -> None:
         """Put a gradient into its bucket; start the buckets that are full, in the plan's order."""
-        plan, wire = self._plan_of(current), self._wire(parameter)
+        plan, wire = current.plan or self._plan_of(current), self._wire(parameter)
         if total.dtype != wire:  # else a call of torch's for each bias
             total = total.to(wire)
         place = plan.place.get(parameter)
@@ -298,15 +283,11 @@ class BucketedSums:
     ) -> None:
         """Send a bucket, with zeros for what this rank has no gradient of."""
         current.started += 1
-        bucket = GradientBucket(groups, self._levels, averages=self._averages)
-        for parameter in held:
-            total = current.totals.pop(parameter, None)
-            if total is None:
-                zeros = torch.zeros_like(local(parameter), dtype=self._wire(parameter), requires_grad=False)
-                bucket.add(parameter, zeros, is_missing=True)
-            else:
-                bucket.add(parameter, total)
-        bucket.pack()
+        bucket, totals = GradientBucket(groups, self._levels, averages=self._averages), current.totals
+        missing = [number for number, parameter in enumerate(held) if parameter not in totals]
+        for parameter in map(held.__getitem__, missing):
+            totals[parameter] = torch.zeros_like(local(parameter), dtype=self._wire(parameter), requires_grad=False)
+        bucket.pack(held, [totals.pop(parameter) for parameter in held], missing)
         current.closed.append(bucket)
         if self._overlaps:
             bucket.start()
@@ -344,14 +325,13 @@ def accumulate(parameter: nn.Parameter, mine: Tensor) -> None:
 
 def _accumulate_parts(found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     """`accumulate` parts of one tensor, of which each new `.grad` gets its own copy."""
-    with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
-        for parameter, part in found:
-            if GRAD.__get__(parameter) is not None:
-                accumulate(parameter, part)
-        new = [(parameter, part) for parameter, part in found if GRAD.__get__(parameter) is None]
-        copies = _copies([part for _, part in new], [parameter.dtype for parameter, _ in new])
-        for (parameter, _), copy in zip(new, copies, strict=True):
-            accumulate(parameter, copy)
+    new = [pair for pair in found if GRAD.__get__(pair[0]) is None]
+    for parameter, part in found if len(new) < len(found) else ():
+        if GRAD.__get__(parameter) is not None:
+            accumulate(parameter, part)
+    copies = _copies([part for _, part in new], [parameter.dtype for parameter, _ in new])
+    for (parameter, _), copy in zip(new, copies, strict=True):
+        GRAD.__set__(parameter, as_gradient(copy, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 
 # As in FSDP2: `from_local` would take 50 us to derive again what is known from the parameter. DTensor's own `__init__`
@@ -359,9 +339,9 @@ def _accumulate_parts(found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
 as_gradient = partial(DTensor.__new__, DTensor)
 
 
-def _copies(tensors: list[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+def _copies(tensors: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
     """New tensors of these dtypes, with the numbers of others."""
-    if all(each.dtype == dtype for each, dtype in zip(tensors, dtypes, strict=True)):
+    if [each.dtype for each in tensors] == dtypes:
         return list(torch._foreach_mul(tensors, 1.0)) if tensors else []  # allocates in one call
     made = [torch.empty_like(each, dtype=dtype) for each, dtype in zip(tensors, dtypes, strict=True)]
     torch._foreach_copy_(made, tensors)  # twice as fast as `to`, whose kernel does not read 16 bytes at a time

@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from stretto.parallel.comm.collectives import all_reduce, gather_rows
-from stretto.parallel.comm.gradient_buckets import local_gradient
 from stretto.parallel.grid import Grid
-from stretto.parallel.layout import GRAD, layout_of
+from stretto.parallel.layout import GRAD, ParameterLayout, layout_of
 from stretto.suggestions import require_type
 
 
@@ -34,8 +33,8 @@ def clip_grad_norm_(
     require_type(grid, Grid, "grid")
     if max_norm is not None:
         _check_max_norm(max_norm)
-    with_gradient = [parameter for parameter, _ in _gradients(parameters)]
-    norm = gradient_norm(with_gradient, grid, norm_type)
+    found = _gradients(parameters)
+    norm = _norm_of(found, grid, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped: "
@@ -44,25 +43,37 @@ def clip_grad_norm_(
     if max_norm is not None:
         scale = clip_scale(norm, max_norm)
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in with_gradient:
-            shard = local_gradient(parameter)
+        for _, shard in found:
             by_dtype.setdefault(shard.dtype, []).append(shard)
         for shards in by_dtype.values():
             # Rounded to bf16, the factor would be wrong by up to 0.4%: the same way for every gradient.
             torch._foreach_mul_(shards, scale.to(_wide(shards[0])))
-    return norm if any(local_gradient(p).dtype == torch.float64 for p in with_gradient) else norm.float()
+    return norm if any(shard.dtype == torch.float64 for _, shard in found) else norm.float()
 
 
-def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The parameters that have gradients, with these. A single one is not iterated over: its rows have none."""
+def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[tuple[ParameterLayout, Tensor]]:
+    """The layouts of parameters that have gradients, and this rank's shards of these.
+
+    A single one is not iterated over: its rows have none. ValueError for what is no parameter of a parallelized model.
+    """
+    found = []
     with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
-        given = [parameters] if isinstance(parameters, Tensor) else parameters
         try:
-            return [(parameter, gradient) for parameter in given if (gradient := GRAD.__get__(parameter)) is not None]
+            for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:
+                if (gradient := GRAD.__get__(parameter)) is None:
+                    continue
+                if not isinstance(gradient, DTensor):
+                    raise ValueError(
+                        "clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned, and "
+                        f"one of shape {list(parameter.shape)} is none. Of tables that ranks share out, "
+                        "fuse_update(max_norm=) clips each row: leave them out here"
+                    )
+                found.append((layout_of(parameter), gradient._local_tensor))
         except TypeError as error:
             raise TypeError(
                 f"parameters are tensors, of model.parameters(), not {parameters!r:.60}: {error}"
             ) from error
+    return found
 
 
 def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
@@ -88,21 +99,18 @@ def gradient_norm(parameters: Tensor | Iterable[Tensor], grid: Grid, norm_type: 
     ranks in fp64. The host never waits for the device.
     """
     require_type(grid, Grid, "grid")
+    return _norm_of(_gradients(parameters), grid, norm_type)
+
+
+def _norm_of(gradients: Iterable[tuple[ParameterLayout, Tensor]], grid: Grid, norm_type: float) -> Tensor:
     require_type(norm_type, float, "norm_type")
     if not norm_type > 0:
         raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
     # A handful of kernels for all of them: a large model has hundreds of parameters.
     alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-    sizes = grid.layout_sizes
-    for parameter, gradient in _gradients(parameters):
-        if not isinstance(gradient, DTensor):
-            raise ValueError(
-                "clip_grad_norm_ takes the parameters of a model that stretto.parallelize has returned, and one of "
-                f"shape {list(parameter.shape)} is none. Of tables that ranks share out, fuse_update(max_norm=) clips "
-                "each row: leave them out here"
-            )
-        if (shard := gradient._local_tensor).numel():
-            alike.setdefault((_wide(shard), layout_of(parameter).replicas(sizes)), []).append(shard)
+    for layout, shard in gradients:
+        if shard.numel():
+            alike.setdefault((_wide(shard), layout.replicas(grid.layout_sizes)), []).append(shard)
     is_largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
     for (dtype, replicas), some in alike.items():

@@ -339,11 +339,12 @@ class GradientReducer:
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Take a gradient of this rank's shard, in place of autograd's accumulation."""
-        if self.stream.is_elsewhere():
-            with self.stream.enter(gradient):
+        stream = self.stream
+        if stream.index is not None and stream.is_elsewhere():
+            with stream.enter(gradient):
                 self.take(parameter, gradient)
             return
-        current = self._enter()
+        current = self._passes.get(torch._C._current_graph_task_id()) or self._enter()
         if self._watched[parameter].hooks is None:
             self.defer_hooks(parameter)
         self._settle_one(current, parameter, gradient)
@@ -508,10 +509,15 @@ class GradientReducer:
 
         Those of a pass within another one (reentrant activation checkpointing) are put with the outermost one's.
         """
-        current = next(iter(self._passes.values()))
+        if len(self._passes) > 1:
+            current = next(iter(self._passes.values()))
+        expected = self._watched[parameter].expected
+        if expected == 1 and not (parameter in current.arrived or self._unsummed):  # most: no list of parts
+            self._sums.put(current.buckets, parameter, mine)
+            return
         parts = current.arrived.pop(parameter, [])  # popped and put in again: the order is that of the last parts
         current.arrived[parameter] = [*parts, mine]
-        if len(current.arrived[parameter]) == self._watched[parameter].expected:
+        if len(current.arrived[parameter]) == expected:
             self._put(current, parameter)
 
     def _put(self, current: BackwardPass, parameter: nn.Parameter) -> None:

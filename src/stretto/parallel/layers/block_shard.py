@@ -47,7 +47,7 @@ from stretto.parallel.comm.recorded_code import SavedView
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold_and_check, put
-from stretto.parallel.layers.local_tensors import local_tensor
+from stretto.parallel.layers.local_tensors import LocalTensors
 from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of
 from stretto.parallel.precision import Precision
 
@@ -190,6 +190,8 @@ class BlockShard:
         self._held_in = -1  # the backward pass
         self._holds_all = True
         self._holds_next = False  # what is gathered next, to compute the block again
+        self._own = {str(number): parameter for number, parameter in enumerate(held) if not layout_of(parameter).splits}
+        self._followed: LocalTensors | None = None
         self._copied: dict[int, WeightToGather] = {}
         self._pruned: dict[int, WeightToGather] = {}
         self._kept: list[_KeptRows] = []
@@ -322,15 +324,21 @@ class BlockShard:
         """Whole tensors of the parameters, through which gradients flow to these."""
         sharded = self.parameters[: self._sharded]
         wholes = list(apply(_GatherBlock, self, *sharded)) if sharded else []
-        for parameter in self.parameters[self._sharded :]:
-            mine = local_tensor(parameter, self.gradients)
-            if parameter.shape[:1] == (1,):
-                mine = with_gradient_of_its_own(mine)
-            wholes.append(self.precision.cast(mine))
+        for mine in self._local_tensors() if self._own else ():
+            wholes.append(self.precision.cast(with_gradient_of_its_own(mine) if mine.shape[:1] == (1,) else mine))
         for index in self.parametrized:
             if wholes[index].requires_grad:
                 wholes[index] = torch.ops.aten._unsafe_view(wholes[index], wholes[index].shape)
         return wholes
+
+    def _local_tensors(self) -> Sequence[Tensor]:
+        """Plain tensors of the parameters that are not sharded, for any number of passes."""
+        followed, stream = self._followed, self.gradients.stream.handle
+        if followed is None or followed.stream != stream or followed.is_outdated(self._own):
+            followed = self._followed = LocalTensors(self._own, stream)
+            followed.take(dict.fromkeys(self._own), self.gradients)
+        assert followed.tensors is not None
+        return followed.tensors
 
     @contextmanager
     def running(self) -> Iterator[list[Tensor] | None]:

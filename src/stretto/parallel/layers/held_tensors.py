@@ -31,21 +31,25 @@ def hold(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> Iterato
         put(places, kept)
 
 
+def _find_replaced(places: Sequence[ParameterPlace], tensors: Sequence[Tensor]) -> list[ParameterPlace]:
+    """The places in which something else stands than their tensors."""
+    return [place for place in places if place[0]._parameters.get(place[1]) is not tensors[place[2]]]
+
+
 def check_places(name: str, places: Sequence[ParameterPlace], parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if something else stands in a place than its parameter, which the code would not read.
 
     name: of the module, for errors.
     """
-    for place in places:
-        found = place.owner._parameters.get(place.key)
-        if found is not parameters[place.number]:
-            raise ValueError(
-                f"the parameter {place.key!r} of a {type(place.owner).__name__} in {name} was "
-                f"{'removed' if found is None else 'replaced'} after stretto.parallelize, or is inside of "
-                "full_parameters or functional_call. A rank holds a shard of it, which the model would still use: copy "
-                "new values into it (load_state_dict, or `with stretto.full_parameters(model): ...`), and remove, tie "
-                "or parametrize parameters before parallelize; functional_call takes a plain model"
-            )
+    for place in _find_replaced(places, parameters):
+        is_removed = place.owner._parameters.get(place.key) is None
+        raise ValueError(
+            f"the parameter {place.key!r} of a {type(place.owner).__name__} in {name} was "
+            f"{'removed' if is_removed else 'replaced'} after stretto.parallelize, or is inside of "
+            "full_parameters or functional_call. A rank holds a shard of it, which the model would still use: copy "
+            "new values into it (load_state_dict, or `with stretto.full_parameters(model): ...`), and remove, tie "
+            "or parametrize parameters before parallelize; functional_call takes a plain model"
+        )
 
 
 @contextmanager
@@ -63,38 +67,37 @@ def hold_and_check(
     if sums and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         sums = False
     watched = [number for number in copies if tensors[number].numel()] if sums else []
-    before = _sums(tensors, watched)
+    before = _sums(tensors, watched) if watched else None
+    replaced: list[ParameterPlace] = []
+    kept = put(places, [tensors[number] for _, _, number in places])
     try:
-        with hold(places, tensors):
-            try:
-                yield
-            finally:
+        try:
+            yield
+        finally:
+            for place in _find_replaced(places, tensors):
                 # PEFT parametrizes experts' weights within their forward: torch.nn.utils.parametrize sets each to
                 # itself (no write), and at its end makes a buffer of a tensor that is no parameter.
-                for place in places:
-                    if place.owner._buffers.get(place.key) is tensors[place.number]:
-                        put([place], [tensors[place.number]])
-                        versions[place.number] = None
-            replaced = [
-                place for place in places if place.owner._parameters.get(place.key) is not tensors[place.number]
-            ]
+                if place.owner._buffers.get(place.key) is tensors[place.number]:
+                    versions[place.number] = None
+                else:
+                    replaced.append(place)
+            put(places, kept)
     except RuntimeError as error:  # autograd refuses some of the writes by itself
         if found := next((place for place in places if _was_written(tensors, versions, place.number)), None):
             raise ValueError(_describe_write(name, found)) from error
         raise
-    else:
-        changed = {number for number in copies if _was_written(tensors, versions, number)}
-        if watched:
-            is_changed = (before != _sums(tensors, watched)) & ~before.isnan()
-            changed |= {number for number, differs in zip(watched, is_changed.tolist(), strict=True) if differs}
-        for place in replaced:
-            raise ValueError(
-                f"the forward pass of {name} replaces its parameter {place.key!r}, which would be lost: a rank holds a "
-                "shard of it. Make it a buffer (register_buffer), or write to it outside of forward"
-            )
-        for place in places:
-            if place.number in changed:
-                raise ValueError(_describe_write(name, place))
+    changed = {number for number in copies if _was_written(tensors, versions, number)}
+    if watched and before is not None:
+        is_changed = (before != _sums(tensors, watched)) & ~before.isnan()
+        changed |= {number for number, differs in zip(watched, is_changed.tolist(), strict=True) if differs}
+    for place in replaced:
+        raise ValueError(
+            f"the forward pass of {name} replaces its parameter {place.key!r}, which would be lost: a rank holds a "
+            "shard of it. Make it a buffer (register_buffer), or write to it outside of forward"
+        )
+    for place in places if changed else ():
+        if place.number in changed:
+            raise ValueError(_describe_write(name, place))
 
 
 def _was_written(tensors: Sequence[Tensor], versions: Sequence[int | None], number: int) -> bool:

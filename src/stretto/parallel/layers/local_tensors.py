@@ -42,7 +42,7 @@ class LocalTensors:
             for key, each in parameters.items()
             if each is not None
         }
-        self.tensors: tuple[Tensor | None, ...] | None = None
+        self.tensors: tuple[Any, ...] | None = None
 
     def is_outdated(self, parameters: Mapping[str, nn.Parameter | None]) -> bool:
         """True if a parameter was replaced, frozen or unfrozen since (`begin_forward` compares the same)."""
@@ -67,7 +67,7 @@ class LocalTensors:
             if tensor is not None and tensor.grad_fn is not None:
                 # Autograd runs the youngest nodes first, and this one is old: have it run at once, as those that
                 # accumulate, so that sums over ranks begin during the backward pass.
-                tensor.grad_fn._set_sequence_nr(_AT_ONCE)  # type: ignore[attr-defined]
+                tensor.grad_fn._set_sequence_nr(_AT_ONCE)
 
 
 def local_tensor(parameter: nn.Parameter, gradients: GradientReducer, take: TakeGradient | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from stretto.axes import LOSS
 from stretto.execution import IGNORED_TARGET, LOGITS_ROW_MULTIPLE, LOGITS_SLICE
@@ -292,6 +292,24 @@ class MeansOverBatch(TorchFunctionMode):
         self.has_targets = True
         self.adds_sums = False
         self.was_computed = False
+        self._left_by: nn.Module | None = None
+
+    def leave(self, module: nn.Module, *_: object) -> None:
+        """A forward pre-hook of a module that computes no loss: a mode costs each of its operators a call of Python."""
+        if not torch.compiler.is_dynamo_compiling() and _get_current_function_mode() is self:
+            _pop_mode()
+            self._left_by = module
+
+    def enter_again(self, module: nn.Module, *_: object) -> None:
+        """The forward hook that belongs to `leave`."""
+        if not torch.compiler.is_dynamo_compiling() and self._left_by is module:
+            self._left_by = None
+            _push_mode(self)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._left_by is None:
+            super().__exit__(*error)
+        self._left_by = None  # else that module has raised
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _LOSSES:

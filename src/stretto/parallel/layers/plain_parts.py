@@ -18,6 +18,7 @@ from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check
+from stretto.parallel.layers.local_tensors import local_tensor
 from stretto.parallel.layers.sharded_module import (
     check_features,
     cut_features,
@@ -126,7 +127,7 @@ def _reading(
         if casts:
             args = tuple(_taken(argument, name, precision, checks) for argument in args)
             kwargs = {key: _taken(argument, name, precision, checks) for key, argument in kwargs.items()}
-        with tensors_in(places, precision, scales):
+        with tensors_in(places, precision, scales, gradients):
             return forward(*args, **kwargs)
 
     return compiled_within(read)
@@ -147,12 +148,16 @@ def forward_scales(places: Sequence[tuple[nn.Module, str]], gradients: GradientR
 
 @contextmanager
 def tensors_in(
-    places: Sequence[tuple[nn.Module, str]], precision: Precision, scales: Sequence[float]
+    places: Sequence[tuple[nn.Module, str]],
+    precision: Precision,
+    scales: Sequence[float],
+    gradients: GradientReducer,
 ) -> Iterator[None]:
     """Hold plain tensors in these places, in the compute dtype, through which gradients flow to the parameters.
 
     scales: of these gradients (`forward_scales`).
     """
+    is_traced = torch.compiler.is_compiling()
     held: list[ParameterPlace] = []
     tensors: list[Tensor] = []
     copies = []
@@ -160,12 +165,13 @@ def tensors_in(
         parameter = owner._parameters[key]
         if parameter is None or not has_layout(parameter):  # inside another call of it
             continue
-        mine = scale_gradient(with_gradient_of_its_own(local(parameter)), scale)
+        mine = scale_gradient(local(parameter), scale) if is_traced else local_tensor(parameter, gradients)
+        mine = with_gradient_of_its_own(mine)
         if (tensor := precision.cast(mine)) is not mine:
             copies.append(len(held))
         held.append(ParameterPlace(owner, key, len(held)))
         tensors.append(tensor)
-    if torch.compiler.is_compiling() or not copies:
+    if is_traced or not copies:
         with hold(held, tensors):
             yield
     else:

@@ -66,7 +66,7 @@ def route_whole_features(
             shape = (*hidden.shape[:-1], hidden.shape[-1] * ranks)
             is_traced = torch.compiler.is_compiling()
             hidden = gather_in_graphs(shape, hidden) if is_traced else gather_features(hidden, shape[-1], over_y)
-        with tensors_in(places, of_parameters, scales):
+        with tensors_in(places, of_parameters, scales, gradients):
             found = forward(hidden, *args[1:], **kwargs)
         is_factor = isinstance(found, Tensor) and found.shape[-1] == 1
         if not is_factor or ranks == 1:

@@ -136,9 +136,10 @@ class WeightShard:
         return self.group.size() == 1 and (is_plain or (self.scaling is not None and gradient == own))
 
     def taking(self, parameter: nn.Parameter) -> Callable[[nn.Parameter, Tensor], None]:
-        """What takes the gradient of a weight that this rank has all of: the reducer itself where nothing is sent."""
-        is_final = not self.is_sent(parameter) and self.gradients.forward_scale(parameter) == 1
-        return self.gradients.take_final if is_final else self.start_reduction
+        """What takes the gradient of a weight that this rank has all of: the reducer itself, unless it scales it."""
+        if self.gradients.forward_scale(parameter) != 1:
+            return self.start_reduction
+        return self.gradients.take if self.is_sent(parameter) else self.gradients.take_final
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
         """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""
