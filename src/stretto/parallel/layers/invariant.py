@@ -146,13 +146,28 @@ def install_invariant(model: Any) -> None:
 
 
 def _run_invariant(forward: Callable[..., Any]) -> Callable[..., Any]:
+    layer: Any = getattr(forward, "__self__", None)
+
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_compiler()
+        own = getattr(layer, "_gradient_checkpointing_func", None)
+        if own is not None and not isinstance(own, _InvariantCheckpoint):  # transformers' is within the forward
+            layer._gradient_checkpointing_func = _InvariantCheckpoint(own)
         with InvariantOperators():
             return forward(*args, **kwargs)
 
     return run
+
+
+class _InvariantCheckpoint:
+    """A layer's checkpoint function, which also computes again by `InvariantOperators`."""
+
+    def __init__(self, own: Callable[..., Any]) -> None:
+        self._own = own
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self._own(_run_invariant(function), *args, **kwargs)
 
 
 def _find_documents(model: Any, given: Mapping[str, Any]) -> Tensor | None:
