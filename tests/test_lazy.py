@@ -74,13 +74,36 @@ def test_every_public_name_of_a_lazy_package_can_be_imported(name):
         assert getattr(package, each) is not None
 
 
+HIDING = """
+import sys
+from importlib import import_module, util
+
+for name in sys.argv[1:]:
+    package = import_module(name)
+    for each in package.__all__:
+        if util.find_spec(f"{name}.{each}") is not None:
+            module = import_module(f"{name}.{each}")  # which becomes an attribute of the package
+            if getattr(package, each) is module and hasattr(module, each):
+                print(name, each)
+"""
+
+
+def test_no_module_takes_the_place_of_a_public_name_of_its_package():
+    assert run(HIDING, *LAZY) == ""
+
+
 def modules_after(statement: str) -> set[str]:
     """The modules that are neither Python's nor Stretto's which a new interpreter has imported after a statement."""
-    program = f"{statement}\nimport sys; print(*sys.modules)"
+    found = run(f"{statement}\nimport sys; print(*sys.modules)").split()
+    return {name for name in found if name.partition(".")[0] not in {*sys.stdlib_module_names, "stretto"}}
+
+
+def run(program: str, *arguments: str) -> str:
+    """What a program prints in a new interpreter."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return {name for name in done.stdout.split() if name.partition(".")[0] not in {*sys.stdlib_module_names, "stretto"}}
+    return done.stdout
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto import tuning as tuning
     from stretto.cluster import Cluster
     from stretto.parallel.api import parallelize
-    from stretto.parallel.full_parameters import full_parameters
+    from stretto.parallel.gathered_parameters import full_parameters
     from stretto.parallel.grid import Grid
     from stretto.planner import plan
 

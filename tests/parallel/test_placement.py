@@ -93,6 +93,6 @@ def note_visits() -> list[str]:
 def test_a_model_visits_few_files_and_returns_to_hardly_any(ranks: Callable[[int], Ranks]) -> None:
     (visited,) = ranks(1).run(note_visits)
     # resolve -> place -> install: who adds a file says why the model itself has to go there. suggestions.py refuses
-    # what is no module at all.
-    assert len(set(visited)) <= 13, visited
+    # what is no module at all, forward_passes.py a forward pass in a second thread.
+    assert len(set(visited)) <= 14, visited
     assert len({file for file in visited if visited.count(file) > 1}) <= 3, visited

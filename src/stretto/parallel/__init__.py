@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from stretto.parallel.context.cutting import cut_sequences
     from stretto.parallel.experts.replicas import balance_experts
     from stretto.parallel.forward_passes import register_forward_method
-    from stretto.parallel.full_parameters import full_parameters
+    from stretto.parallel.gathered_parameters import full_parameters
     from stretto.parallel.grid import Grid
     from stretto.parallel.layers.dropout import micro_batch_of
     from stretto.parallel.layers.loss import mean_over_batch

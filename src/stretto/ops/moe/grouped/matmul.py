@@ -337,9 +337,10 @@ def require_places(operator: str, offsets: Tensor, tokens: Tensor | None, rows: 
     begins, n = offsets.tolist(), len(rows if tokens is None else tokens)
     if begins[0] != 0 or begins[-1] > n or any(one > other for one, other in pairwise(begins)):
         raise ValueError(f"{operator}: offsets begin at 0, in ascending order, and end by the {n} rows, not {begins}")
-    if tokens is not None and n and not 0 <= int(tokens.min()) <= int(tokens.max()) < len(rows):
+    used = tokens if tokens is None or len(rows) else tokens[: begins[-1]]  # of no rows all may be padding
+    if used is not None and len(used) and not 0 <= int(used.min()) <= int(used.max()) < len(rows):
         raise ValueError(
-            f"{operator}: tokens number the {len(rows)} rows from 0 on, not {int(tokens.min())} to {int(tokens.max())}"
+            f"{operator}: tokens number the {len(rows)} rows from 0 on, not {int(used.min())} to {int(used.max())}"
         )
 
 
