@@ -211,13 +211,16 @@ def _find_parts(model: nn.Module, blocks: Sequence[str], options: StageOptions) 
 
 
 def _is_called_before(owner: nn.Module, key: str, around: Sequence[str]) -> bool | None:
-    """True if a module's code calls its child `key` before those that have the blocks; None if it names them not."""
+    """True if a module's code calls its child `key` before those that have the blocks; None if it does not say so: it
+    names them not, or reads the blocks before and after."""
     code = _CallOrder(type(owner))
     code.follow("forward")
-    blocks = [code.read.index(other) for other in around if other in code.read]
+    blocks = [place for place, name in enumerate(code.read) if name in around]
     # What is done with `self.head.weight` counts only where the head is not called.
     found = next((names for names in (code.called, code.read) if key in names), None)
-    return found.index(key) < min(blocks) if found and blocks else None
+    if not found or not blocks or blocks[0] < found.index(key) < blocks[-1]:
+        return None
+    return found.index(key) < blocks[0]
 
 
 class _CallOrder(ast.NodeVisitor):
