@@ -136,7 +136,7 @@ class WeightShard:
         return self.group.size() == 1 and (is_plain or (self.scaling is not None and gradient == own))
 
     def taking(self, parameter: nn.Parameter) -> Callable[[nn.Parameter, Tensor], None]:
-        """What takes the gradient of a weight that this rank has all of: the reducer itself, unless it scales it."""
+        """Return what takes the gradient of a weight that this rank has all of: the reducer, unless it scales it."""
         if self.gradients.forward_scale(parameter) != 1:
             return self.start_reduction
         return self.gradients.take if self.is_sent(parameter) else self.gradients.take_final
