@@ -126,11 +126,11 @@ def test_bits_of_every_family(ranks: MakeRanks, kind: str, dtype: torch.dtype) -
     assert ranks(4).run(compare, *on_four(kind, dtype), MANY, (*MIXES, (5, 7)), timeout=1800) == [[]] * 4
 
 
-def two_hundred() -> tuple[Requests, list[tuple[int, int]]]:
+def two_hundred(chunks: tuple[int, ...] = (1, 5, 32, 100, 400)) -> tuple[Requests, list[tuple[int, int]]]:
     """Two hundred requests, and twenty mixes of batch and chunk."""
     draw = random.Random(3)
     requests = prompts(12, tuple(draw.choice((1, 2, 9, 30, 70, 257)) for _ in range(200))), 4
-    return requests, [(1, 512), *((draw.randint(2, 30), draw.choice((1, 5, 32, 100, 400))) for _ in range(19))]
+    return requests, [(1, 512), *((draw.randint(2, 30), draw.choice(chunks)) for _ in range(19))]
 
 
 @pytest.mark.exhaustive
