@@ -98,6 +98,9 @@ def disagreements_by_blocks(sizes: Sizes, case: Case, precision: Precision, expe
         with patch("stretto.parallel.resolve.MIN_COPIED_BYTES", 48 * 32 * 8):  # of the largest weight
             state = require_state(parallelize(build(case, precision), grid), "this test")
             assert isinstance(state.plan, ShardingPlan)
+        with patch("stretto.parallel.resolve._MAX_WHOLE_VOCABULARY", 60):  # whose whole logits would take much memory
+            state = require_state(parallelize(build(case, precision), grid), "this test")
+            assert isinstance(state.plan, ShardingPlan)
         return disagreements_of(sizes, case, precision, expected)
 
 

@@ -135,6 +135,7 @@ def _find_plan(
 
 
 _LAUNCHED_BY_HOST = ("cuda",)  # devices that wait for the host where kernels are small
+_MAX_WHOLE_VOCABULARY = 65536  # GPT-2's and Llama 2's: by blocks logits are whole, which with 152k takes tens of GB
 
 
 def prefer_blocks(
@@ -156,6 +157,8 @@ def prefer_blocks(
     is_divided |= options.stages.virtual_stages > 1
     has_own_roles = not plan.is_pretrained or callable(getattr(model, "parallel_plan", None))
     if takes_roles or is_divided or has_own_roles or plan.experts or not plan.named("head"):
+        return plan
+    if model.get_parameter(f"{plan.named('head')[0]}.weight").shape[0] > _MAX_WHOLE_VOCABULARY:
         return plan
     names = tuple(find_blocks(model))
     sizes = [
