@@ -72,6 +72,9 @@ TRANSFORMERS: Mapping[str, Transformer] = {
     "qwen3-8b": Transformer(
         "qwen3", 16, _gated(4096, 12288, 32, 8, 151_936, **_QWEN3), small=_SMALL | {"head_dim": 16}
     ),
+    "qwen3-0.6b": Transformer(
+        "qwen3", 28, _gated(1024, 3072, 16, 8, 151_936, head_dim=128, tie_word_embeddings=True), small=_SMALL
+    ),
     "gpt2-xl": Transformer("gpt2", 48, _gpt2(1600, 25, 1024, 50_257), seq_len=1024, small=_SMALL_GPT2),
     "gpt3-6.7b": Transformer("gpt2", 8, _gpt2(4096, 32, 2048, 50_304), seq_len=2048, small=_SMALL_GPT2),
     "llama2-7b": Transformer("llama", 8, _gated(4096, 11008, 32, 32, 32_000), small=_SMALL),

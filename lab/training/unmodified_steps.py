@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from lab.experts.peers import CutExperts, exchange_model
 from lab.experts.routing import route
@@ -88,8 +89,8 @@ class Way:
     """A way to train the model, by torch or Stretto. compiles: what torch.compile takes.
 
     Torch's: tensor is the ranks of DTensor's tensor parallelism; FSDP2 is over the others, and casts (`precision`);
-    autocast, and bf16 weights with fp32 masters, are of runs without it. frees_weights, is_symmetric: FSDP2's.
-    options: of both, "reduce_dtype" in place of fp32.
+    autocast, with DDP over several, and bf16 weights with fp32 masters, are of runs without it. frees_weights,
+    is_symmetric: FSDP2's. options: of both, "reduce_dtype" in place of fp32.
     is_async: async-TP. exchanges: experts divided among all ranks, with NCCL's all-to-all. Stretto's: grid, options of
     `parallelize`; by_blocks: without roles. optimizer: of Muon, whether its exchange is hidden, or exposed; torch's
     gathers matrices in turn, or exchanges them by groups. clips: gradients are clipped, and not only measured. rotates:
@@ -264,6 +265,8 @@ def _build_torch(workload: TransformerWorkload, way: Way, groups: Groups) -> Ste
     cast = partial(torch.autocast, tokens.device.type, torch.bfloat16, enabled=way.precision == "autocast")
     # As Stretto's runs: with its own cache, torch.compile stops at the eighth layer; without one, the host waits.
     cache = {"use_cache": False, "past_key_values": cache_of_nothing()} if keeps_keys_and_values(model) else {}
+    if way.precision == "autocast" and mesh["dp"].size() > 1:
+        model = DistributedDataParallel(model)
 
     def measure_loss(rows: Tensor) -> Tensor:
         if not tensors:

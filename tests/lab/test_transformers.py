@@ -11,7 +11,9 @@ from unittest import mock
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from lab.commands import app
 from lab.experts import ROUTINGS
 from lab.experts.routing import load_of
 from lab.training import context_peer
@@ -197,3 +199,15 @@ def test_muon_hidden_or_exposed_trains_as_plain_loops_over_fsdp2_do(ranks):
         for number in ("loss", "gradient_norm", "last_loss"):
             assert row[number] == pytest.approx(rows[0][number], rel=5e-4), (row["name"], number)
     assert rows[0]["last_loss"] < rows[0]["loss"] - 0.05
+
+
+@pytest.mark.long
+def test_the_hosts_time_and_calls_are_those_of_stretto_and_of_its_peer_in_one_process(tmp_path):
+    for axis, peer in (("z", "FSDP2"), ("data", "DDP")):
+        given = ["host-time", "--cpu", "--eager", "--layers", "2", "--axis", axis, "--rounds", "1", "--repeats", "1"]
+        result = CliRunner().invoke(app, [*given, "--out", str(tmp_path), "--json"])
+        assert result.exit_code == 0, result.output
+        first, default, *_ = rows = json.loads((tmp_path / f"gpt2-xl-{axis}-2-1x16-eager-cpu.json").read_text())["rows"]
+        assert (first["name"], default["name"], first["ratio"]) == (peer, f"Stretto {axis}=2", 1.0)
+        assert all(row["host_milliseconds"] > 0 and row["c_calls"] > 0 for row in rows)
+        assert axis == "data" or default["python_calls"] < min(first["python_calls"], rows[2]["python_calls"])

@@ -2,7 +2,9 @@
 """Tiny Hugging Face models, made from configurations without any weights, and a mode that makes fp64 mean fp64."""
 
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -11,6 +13,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 61  # no axis divides it
+
+
+def launched_by_host() -> AbstractContextManager[object]:
+    """Have `parallelize` gather whole blocks of small weights on CPUs, as on devices whose kernels a host launches."""
+    return patch("stretto.parallel.resolve._LAUNCHED_BY_HOST", ("cpu",))
 
 
 class Fp32IsFp64(TorchFunctionMode):

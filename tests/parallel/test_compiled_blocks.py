@@ -19,6 +19,7 @@ from stretto.parallel import Grid, checkpoint_activations, gather, no_sync, para
 from stretto.parallel.layers.linear import ShardedTokens
 from stretto.parallel.layout import layout_of
 from stretto.parallel.state import require_state
+from tests.parallel.hugging_face import launched_by_host
 from tests.parallel.test_parity import gpt
 from tests.parallel.training import distance
 
@@ -250,7 +251,11 @@ def compile_like_a_user(
     plain = make_model()
     torch.manual_seed(0)
     grid, tokens = Grid(**sizes), TOKENS[:, :16] if "shard_sequence" in options else TOKENS
-    model = parallelize(make_model(), grid, **options)
+    given, is_small = {**options}, bool(options.get("launched_by_host"))
+    given.pop("launched_by_host", None)
+    with launched_by_host() if is_small else nullcontext():
+        model = parallelize(make_model(), grid, **given)
+    assert len(require_state(model, "this test").block_shards) >= 2 * is_small
     parts, part = grid.size("data") * grid.size("z"), grid.coordinate("data") * grid.size("z") + grid.coordinate("z")
     graphs, compiler = [], torch._dynamo.lookup_backend(backend)
 
@@ -294,6 +299,7 @@ def compile_like_a_user(
 
 
 BY_BLOCKS = {"blocks": ["model.layers.*"]}
+SMALL = {"launched_by_host": True}
 
 
 # AOTAutograd, which takes as long as Dynamo, traces each operation's formula of the backward pass once.
@@ -315,6 +321,8 @@ BY_BLOCKS = {"blocks": ["model.layers.*"]}
         ),  # norms and routers exchange over y
         pytest.param(make_llama, {"data": 2}, {"reshard": "after_forward"}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_llama, {"z": 2}, {**BY_BLOCKS, "reshard": "after_forward"}, "eager", marks=pytest.mark.long),
+        pytest.param(make_llama, {"z": 2}, SMALL, "eager", marks=pytest.mark.long),
+        pytest.param(make_gpt2, {"z": 2}, {**SMALL, "dtype": torch.float64}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_gpt2, {"x": 2}, {}, "aot_eager", marks=pytest.mark.exhaustive),
         pytest.param(make_repeating, {"z": 2}, {}, "eager", marks=pytest.mark.exhaustive),
         pytest.param(make_gpt2, {"z": 2}, {"dtype": torch.float64}, "aot_eager", marks=pytest.mark.exhaustive),
@@ -361,13 +369,11 @@ def test_compiled_layers_that_checkpoint_themselves_are_graphs_inside_of_their_c
         assert far < 1e-5
 
 
-BOTH = pytest.mark.parametrize(
-    "options", [pytest.param({}, id="roles"), pytest.param(BY_BLOCKS, id="blocks", marks=pytest.mark.exhaustive)]
-)
+ALL = pytest.mark.parametrize("options", [{}, BY_BLOCKS, SMALL], ids=["roles", "blocks", "small blocks"])
 
 
 @pytest.mark.exhaustive
-@BOTH
+@ALL
 def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
     for _, breaks, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "frozen layers", options):
         assert (breaks, messages) == (0, [])
@@ -375,7 +381,7 @@ def test_weights_may_be_frozen_between_steps_of_compiled_layers(ranks, options):
 
 
 @pytest.mark.exhaustive
-@BOTH
+@ALL
 def test_a_whole_compiled_model_logs_nothing(ranks, options):
     for _, _, far, messages in ranks(2).run(compile_like_a_user, make_llama, {"z": 2}, "model", options):
         assert messages == []

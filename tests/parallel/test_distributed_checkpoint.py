@@ -3,6 +3,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from stretto.axes import BATCH
 from stretto.parallel import Grid, SegmentLoadPlanner, SegmentSavePlanner, gather, mean_over_batch, parallelize
 from tests.conftest import Ranks
 from tests.parallel import hugging_face
+from tests.parallel.hugging_face import launched_by_host
 
 MakeRanks = Callable[[int], Ranks]
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -152,6 +154,25 @@ def test_a_run_on_a_grid_is_continued_by_fsdp2(kind: str, sizes: Sizes, ranks: M
     expected = ranks(4).run(start_on_grid, kind, sizes, tmp_path / "saved")[0]
     for losses in ranks(4).run(continue_by_fsdp2, kind, tmp_path / "saved"):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def continue_with_other_shards(kind: str, folder: Path) -> dict[str, list[float]]:
+    """Losses of runs of a model of small weights, with blocks gathered whole and with roles, and of what the other
+    continues from their checkpoint."""
+    found = {}
+    for starts, continues in (("blocks", "roles"), ("roles", "blocks")):
+        with launched_by_host() if starts == "blocks" else nullcontext():
+            found[f"{starts} go on"] = start_on_grid(kind, {"z": 2}, folder / starts)
+        with launched_by_host() if continues == "blocks" else nullcontext():
+            found[f"{continues} continue"] = continue_on_grid(kind, {"z": 2}, folder / starts, "optim")
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("llama", marks=pytest.mark.long)])
+def test_small_blocks_and_roles_continue_each_others_checkpoints(kind: str, ranks: MakeRanks, tmp_path: Path) -> None:
+    for found in ranks(2).run(continue_with_other_shards, kind, tmp_path):
+        for losses in found.values():
+            assert losses == pytest.approx(found["roles go on"], rel=1e-5)
 
 
 def messages_of_default_planners(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@
 import warnings
 from ast import literal_eval
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -28,7 +29,6 @@ from transformers import (
 )
 
 from stretto.parallel import Grid, gather, layout_of, parallelize, validate
-from stretto.parallel.roles.plan import ShardingPlan
 from stretto.parallel.state import require_state
 from tests.parallel import hugging_face
 from tests.parallel.training import (
@@ -89,23 +89,30 @@ def test_five_steps_on_a_grid_equal_those_of_one_rank(ranks, model, sizes, preci
 def disagreements_by_blocks(sizes: Sizes, case: Case, precision: Precision, expected: Trace) -> dict[str, float | str]:
     """Those of a model that this machine's host launches, as GPUs' do: by blocks, and with roles={} not."""
     grid = Grid(**sizes)
-    with patch("stretto.parallel.resolve._LAUNCHED_BY_HOST", ("cpu",)):
-        chosen = [
-            type(require_state(parallelize(build(case, precision), grid, **options), "this test").plan).__name__
-            for options in ({}, {"roles": {}}, {"recompute": "full"}, {"invariant": True, "fused": False})
-        ]
-        assert chosen == ["BlockPlan", "ShardingPlan", "ShardingPlan", "ShardingPlan"], chosen
+    with hugging_face.launched_by_host():
+        kept = {"roles": {}}, {"recompute": "full"}, {"invariant": True, "fused": False}
+        models = [parallelize(build(case, precision), grid, **options) for options in ({}, *kept)]
         with patch("stretto.parallel.resolve.MIN_COPIED_BYTES", 48 * 32 * 8):  # of the largest weight
-            state = require_state(parallelize(build(case, precision), grid), "this test")
-            assert isinstance(state.plan, ShardingPlan)
+            models.append(parallelize(build(case, precision), grid))
+        by_block = [{*require_state(model, "this test").block_shards} for model in models]
+        assert by_block == [{*models[0].get_submodule("model.layers").children()}, *[set()] * 4]
+        tokens = torch.zeros(1, 3, dtype=torch.int64)
+        assert models[0](input_ids=tokens, labels=tokens).logits is None  # taken slice by slice, as with roles
         return disagreements_of(sizes, case, precision, expected)
 
 
-@pytest.mark.parametrize("sizes", [{"z": 2}, pytest.param({"data": 2, "z": 2}, marks=pytest.mark.long)], ids=str)
-def test_a_model_of_small_weights_whose_kernels_a_host_launches_is_sharded_by_blocks_over_z_alone(ranks, sizes):
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen2, biases, tied", {"z": 2}),
+        pytest.param("qwen2, biases, tied", {"data": 2, "z": 2}, marks=pytest.mark.long),
+        pytest.param("llama, grouped-query", {"z": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_blocks_of_small_weights_whose_kernels_a_host_launches_are_gathered_whole_over_z_alone(ranks, name, sizes):
     print(f"seed {SEED}")
-    case = Case(hugging_face.qwen2, (True,), is_hugging_face=True, has_ignored_targets=True, micro_batches=2)
-    precision = PRECISIONS["fp64-adamw"]
+    case, precision = replace(CASES[name], micro_batches=2), PRECISIONS["fp64-adamw"]
     with exactly(precision):
         expected = train_plainly(case, precision)
     count = prod(sizes.values())

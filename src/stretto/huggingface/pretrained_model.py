@@ -7,7 +7,7 @@ transformers is not imported: classes are identified by their names and attribut
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -197,14 +197,14 @@ def _checkpointing_class(layer: nn.Module) -> type | None:
     return next((kind for kind in type(layer).__mro__ if kind.__name__ == "GradientCheckpointingLayer"), None)
 
 
-def compile_inside_of_own_checkpoints(model: nn.Module) -> None:
-    """Have layers that checkpoint themselves compile what they checkpoint: torch cannot save, in a graph, what a
+def compile_inside_of_own_checkpoints(layers: Iterable[nn.Module]) -> None:
+    """Have those layers that checkpoint themselves compile what they checkpoint: torch cannot save, in a graph, what a
     checkpoint within it unwraps of sharded parameters.
 
     Transformers' checkpoints were around the call of a layer, and so of a compiled one, before they were around its
     forward.
     """
-    for layer in model.modules():
+    for layer in layers:
         kind = _checkpointing_class(layer)
         if kind is not None and "__call__" not in vars(kind):
             _compile_inside_of_checkpoint(layer)

@@ -49,8 +49,8 @@ def parallelize(
 
     A model without roles (neither passed nor declared by the model) is sharded block by block over z, as by FSDP2: each
     rank holds 1 / z of every parameter and computes the loss of its own rows, and gradients are averaged over the
-    ranks. Ranks of x and y then repeat the same computation, and a warning is printed. So are transformers' models over
-    z alone, on GPUs, whose blocks have small weights alone; roles={} keeps their roles.
+    ranks. Ranks of x and y then repeat the same computation, and a warning is printed. On GPUs, blocks of a
+    transformers model that have small weights alone are gathered so, too, over z alone; roles={} keeps their roles.
 
     roles: maps name patterns ("*" matches one component of a dotted name) to roles (`stretto.parallel.Role`), for
         models that do not declare their submodules' roles.

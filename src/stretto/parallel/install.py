@@ -37,7 +37,7 @@ from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import AgreedRandomState
 from stretto.parallel.layers.joined_linears import join
 from stretto.parallel.layers.plain_parts import (
-    gather_for_forward,
+    exchange_features,
     keep_through_conversions,
     place_plain,
     read_as_tensors,
@@ -104,7 +104,8 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         is_pretrained, overlaps = plan.is_pretrained, options.overlap.all_reduce
         install_loss_of_rows(model, reducer, is_pretrained=is_pretrained, overlaps=overlaps, is_fused=builder.is_fused)
     if plan.is_pretrained and has_roles:
-        pretrained_model.compile_inside_of_own_checkpoints(model)
+        layers = (module for module in model.modules() if module not in state.block_shards)  # they see plain tensors
+        pretrained_model.compile_inside_of_own_checkpoints(layers)
     if plan.is_pretrained:
         until_last = max(request.grid.size(axis) for axis in ("z", EXPERT)) > 1
         random_state = AgreedRandomState((), request.grid, always=True)
@@ -165,9 +166,9 @@ def _install_part(
     grid, precision, reducer = state.grid, state.request.precision, state.gradient_reducer
     places = place_plain(model, parameters, reducer)
     if part.role.role == "gathered":
-        shard = builder.block_shard(part.whose, places, frees=frees)
-        state.block_shards[model.get_submodule(part.whose)] = shard
-        gather_for_forward(model, part, shard, grid)
+        module = model.get_submodule(part.whose)
+        _gather_for_forward(module, builder.block_shard(part.whose, places, frees=frees), builder)
+        exchange_features(module, part, grid)
     elif part.role.role == "router":
         overlaps = state.options.overlap.all_reduce
         route_whole_features(model, part, places, precision, grid, builder.tokens, reducer, overlaps=overlaps)
@@ -206,22 +207,25 @@ def _install_blocks(model: nn.Module, blocks: PlacedBlocks, builder: Builder, *,
             place_shared(owner, key, shard)
     if builder.precision.compute is not None:
         places.setdefault("", {})  # casts the model's inputs, also where blocks have all parameters
-    adapted = _adapted_parameters(model)
     for block, of_block in places.items():
         module = model.get_submodule(block)
         # The model's own are needed first in the backward pass.
         gathered = builder.block_shard(block or type(model).__name__, [*of_block.values()], frees=frees and bool(block))
-        gathered.parametrized = frozenset(
-            place.number for place in gathered.places if (place.owner, place.key) in adapted
-        )
-        builder.state.block_shards[module] = gathered
-        builder.state.wrap_forward(module, gathered.wrap, gathered.wrap_submodule)
-        if block and (module._forward_pre_hooks or module._forward_hooks):  # they may read its parameters
-            module._call_impl = gathered.wrap(module._call_impl)  # type: ignore[method-assign]
+        _gather_for_forward(module, gathered, builder)
         if not block:
             _gather_outside_of_forward(model, gathered)
             gathered.not_held = frozenset(each.number for each in gathered.places if _is_large_embedding(each.owner))
-        _refuse_copies(module)
+
+
+def _gather_for_forward(module: nn.Module, shard: BlockShard, builder: Builder) -> None:
+    """Have a block, or the model with what is in none, gather its parameters for its forward pass."""
+    adapted = _adapted_parameters(module)
+    shard.parametrized = frozenset(place.number for place in shard.places if (place.owner, place.key) in adapted)
+    builder.state.block_shards[module] = shard
+    builder.state.wrap_forward(module, shard.wrap, shard.wrap_submodule)
+    if module is not builder.model and (module._forward_pre_hooks or module._forward_hooks):
+        module._call_impl = shard.wrap(module._call_impl)  # type: ignore[method-assign]  # they may read its parameters
+    _refuse_copies(module)
 
 
 def _adapted_parameters(model: nn.Module) -> set[tuple[nn.Module, str]]:

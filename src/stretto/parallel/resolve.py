@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,37 +136,53 @@ def _find_plan(
 
 
 _LAUNCHED_BY_HOST = ("cuda",)  # devices that wait for the host where kernels are small
+_OUTSIDE = ("embedding", "positions", "head", "loss")  # roles of what is in no block
 
 
 def prefer_blocks(
     model: nn.Module, plan: ShardingPlan | BlockPlan, request: ShardingRequest
 ) -> ShardingPlan | BlockPlan:
-    """Shard a transformers model by blocks where the host would launch its roles for longer than the GPU computes.
+    """Gather whole blocks of a transformers model where the host would launch their roles for longer than the GPU
+    computes; what is outside of them, embedding, head and loss, keeps its role.
 
     With roles each weight is gathered, multiplied and reduced by itself, which copy engines repay from MIN_COPIED_BYTES
     on. So it is where z alone divides the model, and all weights of its blocks are smaller (docs/decisions/041).
-    Options that take roles keep them.
+    Options that take roles of linears keep them.
     """
     grid, options = request.grid, request.options
     if not isinstance(plan, ShardingPlan) or grid.size("z") == 1 or grid.device.type not in _LAUNCHED_BY_HOST:
         return plan
     takes_roles = options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
-    takes_roles |= options.fused != "auto"  # which has the loss of blocks in one call
-    takes_roles |= bool(getattr(model, "is_gradient_checkpointing", False))  # which frees no block's weights
+    # Transformers' own checkpointing frees no block's weights.
+    takes_roles |= any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     is_divided = any(grid.size(axis) > 1 for axis in ("pipe", "context", "x", "y", "expert"))
     is_divided |= options.stages.virtual_stages > 1
     has_own_roles = not plan.is_pretrained or callable(getattr(model, "parallel_plan", None))
     if takes_roles or is_divided or has_own_roles or plan.experts or not plan.named("head"):
         return plan
-    names = tuple(find_blocks(model))
-    sizes = [
-        parameter.numel() * (request.precision.sent(parameter.dtype) or parameter.dtype).itemsize
-        for name in names
-        for parameter in model.get_submodule(name).parameters()
-    ]
-    if not sizes or max(sizes) >= MIN_COPIED_BYTES:
+    inside: dict[str, list[str]] = {name: [] for name in find_blocks(model)}
+
+    def block_of(name: str) -> str | None:
+        return next((prefix for prefix in _from_inside(name) if prefix in inside), None)
+
+    holders: dict[int, set[str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), set()).add(block := block_of(name))
+        if block is not None:
+            inside[block].append(name)
+            dtype = request.precision.sent(parameter.dtype) or parameter.dtype
+            if parameter.numel() * dtype.itemsize >= MIN_COPIED_BYTES:
+                return plan
+    is_shared = any(len(blocks) > 1 for blocks in holders.values())  # by blocks, or by one and by what is outside
+    if not inside or is_shared or any(block_of(name) is not None for name in plan.named(*_OUTSIDE)):
         return plan
-    return BlockPlan(names, f"no weight of its blocks has {MIN_COPIED_BYTES >> 20} MiB", is_pretrained=True)
+    gathered = [PlainPart(name, tuple(names), True, Role("gathered")) for name, names in inside.items()]
+    return replace(
+        plan,
+        roles={name: role for name, role in plan.roles.items() if block_of(name) is None},
+        local_attributes={},  # nothing is divided over x or y
+        plain=(*[part for part in plan.plain if block_of(part.label) is None], *gathered),
+    )
 
 
 def _experts_beside_blocks(model: nn.Module, sizes: GridSizes, error: ValueError) -> dict[str, ExpertsKind]:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from stretto.parallel.comm.autograd import compiled_within, scale_gradient, with_gradient_of_its_own
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.grid import Grid
-from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.held_tensors import ParameterPlace, hold, hold_and_check
 from stretto.parallel.layers.local_tensors import local_tensor
 from stretto.parallel.layers.sharded_module import (
@@ -67,18 +66,18 @@ def read_as_tensors(
     state.wrap_forward(_reader_of(model, part.whose), read)
 
 
-def gather_for_forward(model: nn.Module, part: PlainPart, shard: BlockShard, grid: Grid) -> None:
-    """Have a module compute with all of its parameters, gathered over z, and on whole hidden features.
+def exchange_features(module: nn.Module, part: PlainPart, grid: Grid) -> None:
+    """Have a module that computes with all of its parameters do so on whole hidden features.
 
     If y splits these, its first argument is gathered, and its output (the first of several) is split.
     """
-    module = model.get_submodule(part.whose)
-    forward, group = shard.wrap(module.forward), grid.communicator("y")
-    checks = grid.size("x") * grid.size("y") > 1
+    forward, group = module.forward, grid.communicator("y")
+    if grid.size("x") * grid.size("y") == 1:
+        return
 
     @functools.wraps(forward)
     def on_whole_features(*args: Any, **kwargs: Any) -> Any:
-        if checks and args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor):
             check_features(args[0], "y", part.whose)
         if group.size() == 1:
             return forward(*args, **kwargs)
