@@ -18,7 +18,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.optim import AdamW
 from stretto.parallel import CapturedStep, Grid, clip_scale, gradient_norm, parallelize
 from stretto.parallel.capture import REGISTERS
-from stretto.parallel.state import BlockPlan, require_state
+from stretto.parallel.state import require_state
 
 pytestmark = pytest.mark.ranks(2, own=(2, 4))
 
@@ -109,7 +109,7 @@ def compare_blocks() -> None:
         dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         model = hugging_face.causal_lm("gpt2", max_position_embeddings=64, **dropouts).train()
         model = parallelize(model, grid, dtype=torch.bfloat16)
-        assert isinstance(require_state(model, "this test").plan, BlockPlan)
+        assert require_state(model, "this test").block_shards  # gathered whole
         optimizer = AdamW(model.parameters(), lr=torch.tensor(1e-2, device=grid.device))
 
         def train(tokens: Tensor) -> tuple[Tensor, ...]:
