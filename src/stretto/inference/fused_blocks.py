@@ -103,12 +103,10 @@ class BlockFuser:
                 _fuse_gate(mlp, both)
         fused = [fused for block in self._blocks if (fused := self._fuse_block(block, joined)) is not None]
         self.can_divide = len(fused) == len(self._blocks) > 0 and all(each.can_divide for each in fused)
-        self.tokens.can_leave_out = bool(fused) and self._ends_model(fused[-1])
+        self.tokens.can_leave_out = any(each.is_last for each in fused)
         if self.can_divide:
-            fused[0].is_first = True
+            fused[0].is_first = fused[-1].is_last = True
             self._first = fused[0]
-        if self.can_divide or self.tokens.can_leave_out:
-            fused[-1].is_last = True
         self._inputs.clear()
         self._outputs.clear()
 
@@ -127,18 +125,19 @@ class BlockFuser:
             return None
         attention = _EndOfBlock(end, norm, self._group, self.tokens)
         mlp = None if inner is None or next_norm is None else _EndOfBlock(inner, next_norm, self._group, self.tokens)
-        fused = _FusedBlock(block, attention, mlp, self.tokens, next_norm)
+        fused = _FusedBlock(block, attention, mlp, self.tokens)
+        fused.is_last = next_norm is not None and self._ends_model(block, next_norm)
         if mlp is not None and inner is not None:
             fused.joined = self._find_reader(block.self_attn, block.input_layernorm, end, joined)
             fused.can_divide = None not in (fused.joined, self._find_reader(block.mlp, norm, inner, joined))
         return fused
 
-    def _ends_model(self, last: "_FusedBlock") -> bool:
+    def _ends_model(self, block: nn.Module, norm: nn.Module) -> bool:
         """True if the head reads what the norm behind this block returns, and no hook sees all of its tokens."""
-        read, normed = self._inputs.get(self._head), self._outputs.get(last.next_norm)
-        is_read = read is not None and normed is not None and read.data_ptr() == normed.data_ptr()
-        around = [each for each in self._model.modules() if each is not self._model and last.block in each.modules()]
-        return is_read and not _has_hooks(last.next_norm, *around, *last.block.modules())
+        read, normed = self._inputs.get(self._head), self._outputs[norm]
+        around = [each for each in self._model.modules() if each is not self._model and block in each.modules()]
+        is_read = read is not None and read.data_ptr() == normed.data_ptr()
+        return is_read and not _has_hooks(norm, *around, *block.modules())
 
     def _find_reader(
         self, module: nn.Module, norm: nn.Module, end: nn.Module, joined: "Mapping[Any, JoinedWeights]"
@@ -178,16 +177,8 @@ class _FusedBlock:
     joined: of queries, keys and values. can_divide: see `TokenDivision`.
     """
 
-    def __init__(
-        self,
-        block: Any,
-        attention: "_EndOfBlock",
-        mlp: "_EndOfBlock | None",
-        tokens: TokenDivision,
-        next_norm: ParallelNorm | None,
-    ) -> None:
-        self.block, self._attention, self._mlp, self._tokens = block, attention, mlp, tokens
-        self.next_norm = next_norm
+    def __init__(self, block: Any, attention: "_EndOfBlock", mlp: "_EndOfBlock | None", tokens: TokenDivision) -> None:
+        self._block, self._attention, self._mlp, self._tokens = block, attention, mlp, tokens
         self._own = block.forward
         self.joined: JoinedWeights | None = None
         self.can_divide = self.is_first = self.is_last = False
@@ -195,7 +186,7 @@ class _FusedBlock:
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the block's residual; where tokens are divided this rank's part of it, but of the last block."""
-        block, attention, mlp, tokens = self.block, self._attention, self._mlp, self._tokens
+        block, attention, mlp, tokens = self._block, self._attention, self._mlp, self._tokens
         if args:
             return self._own(hidden_states, *args, **kwargs)
         if self.is_first:
@@ -224,7 +215,7 @@ class _FusedBlock:
         self.joined.multiply(self._input_of(hidden))
         normed, residual = self._attention.finish(attended, hidden)
         with self._mlp.left_out():
-            self._mlp.finish(self.block.mlp(self._input_of(normed)), residual)
+            self._mlp.finish(self._block.mlp(self._input_of(normed)), residual)
         self._tokens.is_dividing = False
 
     def _input_of(self, normed: Tensor) -> Tensor:

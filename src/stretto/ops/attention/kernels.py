@@ -62,11 +62,12 @@ def attend_to_itself(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Te
     The kernel is cuDNN's, on GPUs, or torch's on CPUs.
     """
     block = Block(rows := Range(0, len(q)), rows, is_causal=True)
-    operands = [each.transpose(0, 1)[None] for each in (q, k, v)]
-    kernel = next((each for each in (_Cudnn, _Cpu) if each.takes(*operands, block)), None)
-    if kernel is None:
-        return None
-    return kernel.forward(*operands, (block,), q.shape[-1] ** -0.5 if scale is None else scale)[0][0].transpose(0, 1)
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    for kernel in (_Cudnn, _Cpu):
+        if kernel.takes(q, k, v, block):
+            out, _ = kernel.forward(q, k, v, (block,), q.shape[-1] ** -0.5 if scale is None else scale)
+            return out[0].transpose(0, 1)
+    return None
 
 
 def differentiate(
