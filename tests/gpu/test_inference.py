@@ -12,7 +12,7 @@ from stretto.inference import Engine, WeightChanges, apply_patches
 from stretto.memory import shared_gpus
 from stretto.parallel import Grid, parallelize
 from tests.gpu.test_inference_operators import list_launches
-from tests.inference.test_engine import continued, make, prompts
+from tests.inference.test_engine import continued, log_probabilities, make, prompts
 
 pytestmark = pytest.mark.ranks(1, own=(1, 2), among=(1, 2))
 LENGTHS = (1, 5, 40, 130)
@@ -88,21 +88,35 @@ def test_a_patch_in_bf16_is_seen_by_graphs(run_ranks: Callable[..., list[Any]], 
         assert patched == before != loaded
 
 
-def decode_whole_chunks(family: str) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Texts of a prompt of one chunk, and of one of two chunks, thrice; and the sizes that have graphs."""
+def decode_whole_chunks(family: str) -> tuple[list[list[int]], list[tuple[int, int, bool]], list[list[float]]]:
+    """Texts of a prompt of one chunk, and of one of two chunks, thrice; the sizes that have graphs; and in bf16 the
+    log-probabilities of both prompts' first tokens by chunks of 64, whose first one cuDNN attends, and of 128."""
     given = prompts(3, (64, 128))
     with Engine(parallelize(make(family), Grid(device="cuda")), 2, 2048, chunk=64) as engine:
         texts = [engine.generate([prompt], 4)[0] for _ in range(3) for prompt in given]
-        return texts, list(engine._runner._graphs)
+        sizes = list(engine._runner._graphs)
+    logs = []
+    for chunk in (64, 128):
+        model = make(family, head_dim=64).bfloat16()
+        with Engine(parallelize(model, Grid(device="cuda")), 2, 2048, chunk=chunk) as engine:
+            requests = [engine.submit(prompt, 1, log_probabilities=True) for prompt in given for _ in range(5)]
+            while engine.step():
+                pass
+            logs.append([request.log_probabilities[0] for request in requests])
+    return texts, sizes, logs
 
 
 @pytest.mark.ranks(1, own=(1,), among=(1,))
 def test_a_whole_chunk_of_a_prompt_replays_a_graph(run_ranks: Callable[..., list[Any]], world: int) -> None:
     plain = make("llama")
     expected = [continued(plain, prompt, 4) for prompt in prompts(3, (64, 128))]
-    ((texts, sizes),) = run_ranks(world, decode_whole_chunks, "llama")
+    ((texts, sizes, logs),) = run_ranks(world, decode_whole_chunks, "llama")
     assert texts == expected * 3
-    assert (64, 1) in sizes
+    assert {(64, 1, True), (64, 1, False)} < {*sizes}
+    wide = make("llama", head_dim=64)
+    first = [log_probabilities(wide, prompt, continued(wide, prompt, 1))[0].item() for prompt in prompts(3, (64, 128))]
+    for found in logs:
+        assert found == pytest.approx([each for each in first for _ in range(5)], abs=0.2)
 
 
 def count_kernels(layers: int, *, invariant: bool) -> int:

@@ -81,7 +81,7 @@ def run_case(new: int, kind: str, sizes: dict[str, int], chunks: tuple[int, ...]
         engine = Engine(parallelize(make(kind), grid), max_batch=3, cache_tokens=1600, chunk=33, divide_from=5)
         with mock.patch.object(divided_tokens, "matmul_reduce_scatter", wraps=matmul_reduce_scatter) as scatter:
             found.append(engine.generate(part, new))
-        assert scatter.call_count % 4 == 0  # two a block and step
+        assert scatter.call_count % 2 == 0  # two a step and block, but the last block
         assert (scatter.call_count > 0) == any(len(prompt) >= 5 for prompt in part)
     engine = Engine(model, max_batch=3, cache_tokens=1600, chunk=50)
     requests: list[Request] = []
@@ -519,6 +519,21 @@ def test_a_decoder_whose_forward_counts_other_positions_than_generate_gives_is_r
     model = parallelize(hugging_face.causal_lm("roberta", is_decoder=True), Grid())
     with pytest.raises(ValueError, match="RobertaForCausalLM counts positions from padding"):
         Engine(model, 2, 320)
+
+
+def test_behind_its_attention_the_last_block_has_only_the_tokens_that_the_head_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, multiply = [], fused_blocks.matmul_all_reduce_norm
+
+    def note(x: Tensor, *given: Any, **named: Any) -> Any:
+        rows.append(x.shape[1])
+        return multiply(x, *given, **named)
+
+    monkeypatch.setattr(fused_blocks, "matmul_all_reduce_norm", note)
+    given = prompts(6, (9, 5))
+    assert engine_of_one_rank().generate(given, 2) == [continued(make("llama"), prompt, 2) for prompt in given]
+    assert rows == [14, 14, 2, 2] + [2] * 4
 
 
 @pytest.mark.parametrize("name", ["self_attn", "mlp", "mlp.gate_proj", "input_layernorm", ""], ids=str)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from stretto.ops import paged_attention
+from stretto.ops.attention.kernels import attend_to_itself
 from stretto.ops.decoding.paged_attention import find_obstacle
 from stretto.ops.decoding.paged_kernels import PagedCall, attend_new_tokens
 from stretto.ops.decoding.rotary_cache import rotate_and_store, suits_kernel
@@ -18,13 +19,14 @@ class StepTokens(NamedTuple):
 
     places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch; None if
     each row has one. lengths: [rows], how many tokens of its request the cache holds with this step's. block_table:
-    [rows, pages], its pages.
+    [rows, pages], its pages. is_start: these are the first tokens of one request, with no others before them.
     """
 
     places: Tensor
     starts: Tensor | None
     lengths: Tensor
     block_table: Tensor
+    is_start: bool
 
 
 class CacheShape(NamedTuple):
@@ -78,6 +80,11 @@ class LayerCache:
             query = query.contiguous()
         else:
             query = rotate_and_store(query, key, value, *angles, self.keys, self.values, tokens.places)
+        if tokens.is_start and not self._is_invariant and (window is None or window >= len(query)):
+            if angles is not None:
+                key = self.keys.flatten(0, 1)[tokens.places]  # rotated
+            if (attended := attend_to_itself(query, key, value, scale)) is not None:
+                return attended
         return paged_attention(
             query,
             self.keys,

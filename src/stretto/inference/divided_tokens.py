@@ -2,7 +2,8 @@
 """Steps of many tokens: between the products of fused blocks, each rank of x has its part of the tokens.
 
 Products gather them (`ops.all_gather_matmul`) and scatter their sums (`ops.matmul_reduce_scatter`) in place of summing
-on every rank, so that residuals and norms are of the part. The number of tokens is filled up to a multiple of x.
+on every rank, so that residuals and norms are of the part. The number of tokens is filled up to a multiple of x. Behind
+the last block's attention every rank has all tokens again, or those alone that the head reads.
 """
 
 import torch
@@ -14,13 +15,16 @@ from stretto.ops import all_gather_matmul, matmul_reduce_scatter
 
 class TokenDivision:
     """The tokens of the running step. group: the ranks of x. least: tokens of a step from which on they are divided.
+    can_leave_out: whether the last block may leave out tokens that the head does not read. read: int64, those that it
+    reads (None: all).
 
     Hidden states are [1, tokens, features], and parts of them [1, tokens of the part, features].
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.least: int | None = None
-        self.is_dividing = False
+        self.is_dividing = self.can_leave_out = False
+        self.read: Tensor | None = None
         self._group = group
         self._tokens = 0
         self._stood_in: tuple[Tensor, Tensor] | None = None
@@ -50,12 +54,15 @@ class TokenDivision:
         self._stood_in = None
         return matmul_reduce_scatter(self._fill(x), weight, self._group, bias=bias)
 
-    def end(self, part: Tensor) -> Tensor:
-        """All tokens of a part, after the last block."""
-        self.is_dividing = False
-        whole = part.new_empty(part.shape[1] * self._group.size(), part.shape[2])
-        dist.all_gather_into_tensor(whole, part[0].contiguous(), group=self._group)
-        return whole[None, : self._tokens]
+    def leave_out(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last block goes on with behind its attention, of all tokens' results and this rank's residuals."""
+        if self.is_dividing:
+            self.is_dividing, self._stood_in = False, None
+            part = residual[0].contiguous()
+            whole = part.new_empty(len(part) * self._group.size(), part.shape[1])
+            dist.all_gather_into_tensor(whole, part, group=self._group)
+            residual = whole[None, : self._tokens]
+        return (attended, residual) if self.read is None else (attended[:, self.read], residual[:, self.read])
 
     def _fill(self, hidden: Tensor) -> Tensor:
         """The rows of hidden states, with as many of zeros that the ranks divide them."""

@@ -6,6 +6,7 @@
 - In blocks of Llama's form, the product that ends attention or the MLP, its sum over x, the residual and the next norm
   are `ops.matmul_all_reduce_norm`. Where all blocks are fused so, steps of many tokens may divide these over x instead
   (`TokenDivision`).
+- Behind the last block's attention a step computes the tokens alone that the head reads: one of each prompt.
 - Token embeddings are looked up in one launch, and added up over x in another: of few rows without a library, whose
   sums a CUDA graph runs on a stream of their own.
 - Rotary angles are looked up by position, where they depend on nothing else (`RotaryTables`).
@@ -51,7 +52,7 @@ class BlockFuser:
     def __init__(
         self, model: nn.Module, group: dist.ProcessGroup, *, fuses_gates: bool = True, fuses_angles: bool = True
     ) -> None:
-        self._group = group
+        self._group, self._model = group, model
         self._fuses_gates, self._fuses_angles = fuses_gates, fuses_angles
         self.tokens, self.can_divide = TokenDivision(group), False
         self._linears = [module for module in model.modules() if _is_plain_linear(module)]
@@ -64,6 +65,7 @@ class BlockFuser:
             if isinstance(module.forward, RotaryTables):  # of an engine before
                 module.forward = module.forward.own
         self._rotaries = [module for module in model.modules() if computes_angles(module)]
+        self._head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         self._mlps: list[Any] = [module for module in model.modules() if is_of_gated_mlps(module)]
         # The tensors themselves, which must live on so that no other takes their place in memory.
         self._inputs: dict[nn.Module, Tensor] = {}
@@ -73,7 +75,7 @@ class BlockFuser:
     def watch(self) -> Iterator[None]:
         """Note inputs and outputs of one pass."""
         parts = [part for block in self._blocks for part in (block.self_attn, block.mlp)]
-        watched: list[nn.Module] = [*self._linears, *self._norms, *self._blocks, *parts]
+        watched: list[nn.Module] = [*self._linears, *self._norms, *self._blocks, *parts, self._head]
         # An engine before this one may have closed its modules to hooks.
         handles = [nn.Module.register_forward_hook(module, self._note, with_kwargs=True) for module in watched]
         try:
@@ -101,6 +103,7 @@ class BlockFuser:
                 _fuse_gate(mlp, both)
         fused = [fused for block in self._blocks if (fused := self._fuse_block(block, joined)) is not None]
         self.can_divide = len(fused) == len(self._blocks) > 0 and all(each.can_divide for each in fused)
+        self.tokens.can_leave_out = any(each.is_last for each in fused)
         if self.can_divide:
             fused[0].is_first = fused[-1].is_last = True
             self._first = fused[0]
@@ -123,10 +126,18 @@ class BlockFuser:
         attention = _EndOfBlock(end, norm, self._group, self.tokens)
         mlp = None if inner is None or next_norm is None else _EndOfBlock(inner, next_norm, self._group, self.tokens)
         fused = _FusedBlock(block, attention, mlp, self.tokens)
+        fused.is_last = next_norm is not None and self._ends_model(block, next_norm)
         if mlp is not None and inner is not None:
             fused.joined = self._find_reader(block.self_attn, block.input_layernorm, end, joined)
             fused.can_divide = None not in (fused.joined, self._find_reader(block.mlp, norm, inner, joined))
         return fused
+
+    def _ends_model(self, block: nn.Module, norm: nn.Module) -> bool:
+        """True if the head reads what the norm behind this block returns, and no hook sees all of its tokens."""
+        read, normed = self._inputs.get(self._head), self._outputs[norm]
+        around = [each for each in self._model.modules() if each is not self._model and block in each.modules()]
+        is_read = read is not None and read.data_ptr() == normed.data_ptr()
+        return is_read and not _has_hooks(norm, *around, *block.modules())
 
     def _find_reader(
         self, module: nn.Module, norm: nn.Module, end: nn.Module, joined: "Mapping[Any, JoinedWeights]"
@@ -174,7 +185,7 @@ class _FusedBlock:
         block.forward = self.forward
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Compute the block's residual; where tokens are divided this rank's part of it, but after the last block."""
+        """Compute the block's residual; where tokens are divided this rank's part of it, but of the last block."""
         block, attention, mlp, tokens = self._block, self._attention, self._mlp, self._tokens
         if args:
             return self._own(hidden_states, *args, **kwargs)
@@ -183,15 +194,14 @@ class _FusedBlock:
         normed = self._input_of(block.input_layernorm(hidden_states))
         with attention.left_out():
             attended = block.self_attn(hidden_states=normed, **kwargs)[0]
+        if self.is_last:
+            attended, hidden_states = tokens.leave_out(attended, hidden_states)
         normed, residual = attention.finish(attended, hidden_states)
         if mlp is None:
             return residual + block.mlp(normed)
         with mlp.left_out():
             activated = block.mlp(self._input_of(normed))
         normed, residual = mlp.finish(activated, residual)
-        if self.is_last and tokens.is_dividing:
-            residual = tokens.stand_in(residual)
-            normed = tokens.end(normed)
         return mlp.keep_for_next(normed, residual)
 
     def multiply(self, like: Tensor, tokens: int, *, divides: bool) -> None:

@@ -156,9 +156,9 @@ class StepRunner:
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._step = CurrentStep()
         self._width = -(-longest // page)
-        # By tokens and rows.
-        self._graphs: dict[tuple[int, int], CapturedStep] = {}
-        self._static_logits: dict[tuple[int, int], Tensor] = {}
+        # By tokens, rows, and whether the tokens are the first of a request.
+        self._graphs: dict[tuple[int, int, bool], CapturedStep] = {}
+        self._static_logits: dict[tuple[int, int, bool], Tensor] = {}
         self.layers: list[LayerCache] = []
         self._rotates: list[bool] = []
 
@@ -170,6 +170,7 @@ class StepRunner:
         probes = [ShapeProbe(type(module).__name__) for module in attentions]
         attend_to_pages(model, probes)
         own = [module.forward for module in attentions]
+        self._tokens = fuser.tokens
         if self._fuses_rotation:
             for module, probe in zip(attentions, probes, strict=True):
                 defer_rotation(module, probe.rotate)
@@ -224,14 +225,15 @@ class StepRunner:
         numbers = self._upload(step.numbers, torch.int64)
         rows, tokens = len(step.counts), len(step.ids)
         is_whole = rows == 1 and 1 < tokens == self._chunk
+        # Of other lengths, cuDNN would build a graph for each.
+        size = tokens, rows, rows == 1 and step.positions[0] == 0 and (is_whole or self.device.type == "cpu")
         if (step.is_decoding or is_whole) and self.is_captured and may_replay:
-            size = tokens, rows
             if size not in self._graphs:
-                self._graphs[size] = CapturedStep(partial(self._compute_static, tokens, rows))
+                self._graphs[size] = CapturedStep(partial(self._compute_static, size))
             (drawn,) = self._graphs[size](numbers)
             logits = self._static_logits[size]
         else:
-            drawn, logits = self._compute(numbers, tokens, rows, is_decoding=step.is_decoding)
+            drawn, logits = self._compute(numbers, *size, is_decoding=step.is_decoding)
         if step.random:
             self._draw_random(step, logits, drawn)
         values = drawn[None]
@@ -252,13 +254,15 @@ class StepRunner:
         self._graphs.clear()
         self._static_logits.clear()
 
-    def _compute_static(self, tokens: int, rows: int, numbers: Tensor) -> tuple[Tensor]:
+    def _compute_static(self, size: tuple[int, int, bool], numbers: Tensor) -> tuple[Tensor]:
         """Compute the best tokens, as a graph captures it. Its logits stay where they are, for draws after a replay."""
-        found = self._compute(numbers, tokens, rows, is_decoding=tokens == rows)  # else a whole chunk
-        drawn, self._static_logits[tokens, rows] = found
+        found = self._compute(numbers, *size, is_decoding=size[0] == size[1])  # else a whole chunk
+        drawn, self._static_logits[size] = found
         return (drawn,)
 
-    def _compute(self, numbers: Tensor, tokens: int, rows: int, *, is_decoding: bool) -> tuple[Tensor, Tensor]:
+    def _compute(
+        self, numbers: Tensor, tokens: int, rows: int, is_start: bool, *, is_decoding: bool
+    ) -> tuple[Tensor, Tensor]:
         """The best tokens [rows], which the next step is fed, and the logits [rows, vocabulary here]."""
         step, is_single = _split(numbers, tokens, rows), rows == tokens
         # Where all were drawn on the device, ids that the host sends are not even read.
@@ -266,14 +270,16 @@ class StepRunner:
         if not is_decoding:
             ids = torch.where(step.ids == FROM_FEED, ids, step.ids)
         starts = None if is_single else step.starts
-        self._step.tokens = StepTokens(step.places, starts, step.lengths, self._table[step.slots])
+        self._step.tokens = StepTokens(step.places, starts, step.lengths, self._table[step.slots], is_start)
+        is_whole = is_single or self._tokens.can_leave_out  # the head reads all that there is
+        self._tokens.read = step.last if is_whole and not is_single else None
         try:
-            given: dict[str, Any] = {"logits_to_keep": 0 if is_single else step.last} if self._keeps else {}
+            given: dict[str, Any] = {"logits_to_keep": 0 if is_whole else step.last} if self._keeps else {}
             with InvariantOperators() if self._is_invariant else nullcontext():
                 output = self.model(input_ids=ids[None], position_ids=step.positions[None], use_cache=False, **given)
         finally:
-            self._step.tokens = None
-        logits = output.logits[0] if self._keeps or is_single else output.logits[0, step.last]
+            self._step.tokens = self._tokens.read = None
+        logits = output.logits[0] if self._keeps or is_whole else output.logits[0, step.last]
         drawn = best_tokens(logits, self.part)
         self._feed.index_copy_(0, step.slots, drawn)
         return drawn, logits

@@ -56,6 +56,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], scale: floa
     return parts
 
 
+def attend_to_itself(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor | None:
+    """Causal attention of a sequence q [rows, h, d], k and v [rows, KV heads, d] by a fast kernel; None without one.
+
+    The kernel is cuDNN's, on GPUs, or torch's on CPUs.
+    """
+    block = Block(rows := Range(0, len(q)), rows, is_causal=True)
+    q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+    for kernel in (_Cudnn, _Cpu):
+        if kernel.takes(q, k, v, block):
+            out, _ = kernel.forward(q, k, v, (block,), q.shape[-1] ** -0.5 if scale is None else scale)
+            return out[0].transpose(0, 1)
+    return None
+
+
 def differentiate(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: Sequence[Block], scale: float,
     varies: bool,
