@@ -45,7 +45,7 @@ def list_expert_grids(
         for size in sizes:
             if folds and size % grid.x and expert is None:
                 continue
-            found.append(GridSizes(**dict(grid), expert=size, expert_tensor=tensor))
+            found.append(GridSizes(**grid.sizes() | {"expert": size, "expert_tensor": tensor}))
     return found or [grid]
 
 

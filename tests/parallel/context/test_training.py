@@ -28,6 +28,7 @@ from transformers import (
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from stretto.axes import check_sizes
 from stretto.huggingface.context import refusal_of_default_positions
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
@@ -55,7 +56,7 @@ from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements
 from tests.train.saving import save_checkpoint
 
 EXACTLY = PRECISIONS["fp64-adamw"]
-Sizes = dict[str, int]
+Sizes = dict[str, Any]
 
 
 def gpt(**options: Any) -> GPTConfig:
@@ -76,6 +77,7 @@ GPTS = {
     "sharded sequence": Case(GPT, (llama_like(),), shards_sequence=True, has_ignored_targets=True),
 }
 LONG = pytest.mark.long
+SHARDS = {"context_weights": "shard"}
 LARGE = pytest.mark.exhaustive
 
 
@@ -84,6 +86,7 @@ LARGE = pytest.mark.exhaustive
     ("variant", "sizes"),
     [
         ("llama-like", {"context": 2, "z": 2}),
+        ("gpt2-like", {"context": 2, **SHARDS}),
         pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LARGE),
         pytest.param("llama-like", {"context": 4}, marks=LONG),
         pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LARGE),
@@ -99,6 +102,9 @@ LARGE = pytest.mark.exhaustive
                 {"context": 2, "x": 2, "z": 2},
                 {"context": 4, "data": 2},
                 {"context": 2, "y": 2, "x": 2},
+                {"context": 4, **SHARDS},
+                {"context": 2, "z": 2, **SHARDS},
+                {"context": 2, "data": 2, "x": 2, **SHARDS},
             )
         ),
     ],
@@ -106,7 +112,7 @@ LARGE = pytest.mark.exhaustive
 )
 def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
     print(f"seed {SEED}")
-    case, count = GPTS[variant], prod(sizes.values())
+    case, count = GPTS[variant], check_sizes(sizes).ranks
     expected = train_plainly(case, EXACTLY)
     assert ranks(count).run(disagreements, sizes, case, EXACTLY, expected) == [{}] * count
 
@@ -208,6 +214,7 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
     ("family", "sizes"),
     [
         pytest.param("llama", {"context": 2, "x": 2}, marks=LARGE),
+        ("qwen3", {"context": 2, "z": 2, **SHARDS}),
         *(pytest.param(name, {"context": 4}, marks=LONG) for name in ("qwen3_next", "nemotron_h")),
         *(pytest.param(name, {"context": 2, "z": 2}, marks=LARGE) for name in FAMILIES),
         *(
@@ -220,7 +227,7 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
 )
 def test_five_steps_of_a_hugging_face_model_equal_those_of_one_rank(ranks, family, sizes):
     print(f"seed {SEED}")
-    case, count = Case(FAMILIES[family], is_hugging_face=True, has_ignored_targets=True), prod(sizes.values())
+    case, count = Case(FAMILIES[family], is_hugging_face=True, has_ignored_targets=True), check_sizes(sizes).ranks
     with exactly(EXACTLY):
         expected = train_plainly(case, EXACTLY)
     assert ranks(count).run(disagreements_of, sizes, case, EXACTLY, expected) == [{}] * count
