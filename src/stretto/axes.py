@@ -365,15 +365,14 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
 
 def group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes in ranks of every axis and every derived group; expert too, where there is any."""
-    own = GridSizes(**sizes)
-    return {axis: own[axis] for axis in (*NAMES, EXPERT)} | {
-        name: own.over(own.axes_of(name)) for name in (*DERIVED_GROUPS, SHARDS)
-    }
+    own = sizes if isinstance(sizes, GridSizes) else GridSizes(**sizes)
+    groups = {name: own.over(own.axes_of(name)) for name in (*DERIVED_GROUPS, SHARDS)}
+    return {axis: own[axis] for axis in (*NAMES, EXPERT)} | groups
 
 
 def layout_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
     """Sizes in ranks of the axes that a parameter's layout may name: all axes, and those of experts. z are SHARDS."""
-    own = check_sizes(sizes)
+    own = sizes if isinstance(sizes, GridSizes) else check_sizes(sizes)
     of_experts = {EXPERT_DATA: own.expert_data, EXPERT: own.expert, EXPERT_Z: own.expert_z}
     shards = {"context": own.context * own.z // own.shards, "z": own.shards}
     return {axis: own[axis] for axis in NAMES} | shards | of_experts
@@ -389,7 +388,7 @@ def parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
 
     One dim at least, also on one rank. The ranks of pipe hold other parameters. z are SHARDS.
     """
-    known = layout_sizes(sizes.sizes())
+    known = layout_sizes(sizes)
     return tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES and known[axis] > 1) or MESH_ORDER[-1:]
 
 
@@ -402,7 +401,7 @@ def expert_parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
     others = [
         axis for axis in MESH_ORDER if axis in STAGE_AXES and axis not in ("data", "z") and (axis, folds) != ("x", True)
     ]
-    known = layout_sizes(sizes.sizes()) | {"context": sizes.context}  # which holds copies of experts that ranks divide
+    known = layout_sizes(sizes) | {"context": sizes.context}  # which holds copies of experts that ranks divide
     return tuple(axis for axis in (EXPERT_DATA, *others, EXPERT, EXPERT_Z) if known[axis] > 1)
 
 

@@ -2,6 +2,7 @@
 """Training with sequences cut over context is training on one rank: losses, gradient norms and weights."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ from stretto.parallel import (
     parallelize,
     validate,
 )
+from stretto.parallel.layout import shard_of
 from stretto.parallel.state import require_state
 from stretto.train.checkpoint import load_checkpoint
 from stretto.train.config.gpt import RunConfig
@@ -128,6 +130,8 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
                 ({"context": 2, "z": 2, "expert": 2}, {}, LONG),
                 ({"context": 2, "x": 2}, {}, LARGE),
                 ({"context": 4}, {}, LARGE),
+                ({"context": 2, **SHARDS}, {}, LONG),
+                ({"context": 2, "z": 2, "expert": 2, **SHARDS}, {}, LARGE),
                 ({"context": 2, "x": 2, "data": 2, "expert": 4, "expert_tensor": "fold"}, {}, LARGE),
             )
         ),
@@ -150,6 +154,7 @@ def test_five_steps_with_experts_equal_those_of_one_rank(ranks, run):
             for run in (
                 ({"pipe": 2, "context": 2}, "zb-h1"),
                 ({"pipe": 2, "context": 2, "z": 2}, "1f1b", 2),
+                ({"pipe": 2, "context": 2, **SHARDS}, "zb-h1", 2),
                 ({"pipe": 2, "context": 2, "x": 2}, "interleaved"),
                 ({"pipe": 2, "context": 2, "data": 2}, "message-driven"),
                 ({"pipe": 2, "context": 4}, "zb-v"),
@@ -163,8 +168,7 @@ def test_five_steps_of_a_pipeline_equal_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")
     case = Case(GPT, (llama_like(layers=4),), has_ignored_targets=True)
     expected = pipelines.expect(case, EXACTLY)
-    count = prod(run.grid.values())
-    found = ranks(count).run(pipelines.compare, run, case, EXACTLY, expected)
+    found = ranks(check_sizes(run.grid).ranks).run(pipelines.compare, run, case, EXACTLY, expected)
     assert list(pipelines.complaints(found, expected)) == []
 
 
@@ -590,6 +594,29 @@ def test_padding_and_a_loss_of_ones_own(ranks, family):
         assert max(map(abs, distances)) < 2e-6
 
 
+def shards_and_messages() -> tuple[set[float], dict[tuple[str, str], int], list[int]]:
+    """What part of each weight a rank has, the calls of a step by kind and group, and the shards' ranks."""
+    grid = Grid(context=2, z=2, **SHARDS)
+    rows = torch.arange(2 * 16).view(2, 16)[grid.coordinate("z")][None]
+    model = parallelize(GPT(llama_like(vocab=64, tie_embeddings=False)), grid)
+    with count_collectives(grid) as counts:
+        model(rows, rows).backward()
+    parts = {shard_of(each).numel() / each.numel() for name, each in model.named_parameters() if each.dim() == 2}
+    calls = Counter((call.kind, call.axis) for call in counts.calls)
+    return parts, dict(calls), torch.distributed.get_process_group_ranks(grid.group("shards"))
+
+
+def test_ranks_of_context_gather_what_they_shard_and_scatter_its_gradients_at_once(ranks):
+    for parts, calls, of_group in ranks(4).run(shards_and_messages):
+        assert of_group == [0, 1, 2, 3]
+        assert parts == {1 / 4}
+        assert not any(axis == "z" for _, axis in calls)
+        weights = 2 * 5 + 2  # of two blocks, and both ends
+        assert calls["all_gather", "shards"] == weights
+        assert calls["reduce_scatter", "shards"] == weights
+        assert ("all_reduce", "replicas") not in calls
+
+
 def layouts_and_messages() -> dict[str, Any]:
     grid = Grid(context=2, z=2)
     groups = ("context", "replicas", "loss", "batch")
@@ -791,7 +818,16 @@ def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes", [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)], ids=str
+    "sizes",
+    [
+        ({"context": 2}, {"z": 2}),
+        *(
+            pytest.param(each, marks=LONG)
+            for each in (({"z": 2}, {"context": 2}), ({"context": 2, **SHARDS}, {"context": 2}))
+        ),
+        pytest.param(({"data": 2}, {"context": 2, **SHARDS}), marks=LARGE),
+    ],
+    ids=str,
 )
 def test_checkpoints_do_not_know_context(ranks, tmp_path, sizes):
     for third, resumed_third, fourth, resumed_fourth in ranks(2).run(losses_over_a_checkpoint, tmp_path, *sizes):
