@@ -33,7 +33,7 @@ def test_gradients_are_summed_over_context_too_and_the_batch_is_not_split_over_i
     }
     assert (axes.BATCH, axes.LOSS, axes.REPLICAS) == ("batch", "loss", "replicas")
     sizes = {"data": 2, "context": 7, "x": 3, "y": 1, "z": 5}
-    assert group_sizes(sizes) == sizes | {"pipe": 1, "batch": 10, "loss": 70, "replicas": 14}
+    assert group_sizes(sizes) == sizes | {"pipe": 1, "batch": 10, "loss": 70, "replicas": 14, "shards": 5, "expert": 1}
     assert (GridSizes(**sizes).batch_parts, GridSizes(**sizes).replicas) == (10, 14)
 
 

@@ -235,7 +235,8 @@ def list_context_ways(ranks: int) -> dict[str, Way]:
     for text, method in methods.items():
         name = f"FSDP2, torch's context parallelism, {text}"
         ways |= {f"{name}, compiled": Way("torch", rotates=method), name: Way("torch", "", rotates=method)}
-    grids = [{"context": ranks}] + [{"context": 2, "x": ranks // 2}] * (ranks > 2 and ranks % 2 == 0)
+    grids: list[dict[str, Any]] = [{"context": ranks, "context_weights": "shard"}, {"context": ranks}]
+    grids += [{"context": 2, "x": ranks // 2}] * (ranks > 2 and ranks % 2 == 0)
     for grid in grids:
         options = _SHARDED if "x" in grid else {}
         ways |= {f"{_name(grid)}, compiled": Way("stretto", grid=grid, options=options)}

@@ -27,6 +27,8 @@ expert multiplies nothing and so is none of AXES: for the parameters of experts 
 never of context (`fold_experts`). What is left of data and z for these parameters are the axes expert_data and expert_z
 (Singh, section 7.1, where z has one rank).
 
+context_weights="shard" has ranks of context shard weights as those of z do: layouts call both together z.
+
 The ranks of context have parts of the same sequences. Gradients and the loss are summed over it (`sums_gradients`), but
 the loader does not count it (not `splits_batch`).
 """
@@ -138,6 +140,8 @@ LOSS = _name_group(_LOSS)
 """The group over which the loss is summed, and gradients of parameters that no axis of it cuts."""
 REPLICAS = _name_group(_REPLICAS)
 """The group over which gradients of weights are summed: those of LOSS that cut no weight."""
+SHARDS = "shards"
+"""The group whose ranks shard what x and y leave of a weight, and gather it: z, and context where that shards, too."""
 
 EXPERT, EXPERT_DATA, EXPERT_Z = "expert", "expert_data", "expert_z"
 """The axes of experts' parameters alone: the ranks that divide the experts among them; those that hold the same experts
@@ -157,6 +161,17 @@ EXPERT_TENSOR_DESCRIPTION = (
     "grid.expert, which must then be a multiple of x"
 )
 
+ContextWeights = Literal["copy", "shard"]
+"""What the ranks of context are to weights: "copy", each has what x, y and z leave of them; "shard", they shard them
+further, as ranks of z do (FSDP over data and context)."""
+CONTEXT_WEIGHTS_DESCRIPTION = (
+    "how ranks of context hold weights: `copy`: each has all that x, y and z leave; `shard`: they shard them further, "
+    "with gradients and optimizer state, and gather them before use, as z does"
+)
+_DEFAULTS = {"expert_tensor": "cut", "context_weights": "copy"}
+"""Words of a grid that are no sizes, and are left out where they are these."""
+_UNSHOWN = (1, *_DEFAULTS.values())
+
 
 class GridSizes(Mapping[str, int]):
     """The sizes of a grid's axes: a mapping in the order of NAMES, each size an attribute too. Immutable.
@@ -164,6 +179,7 @@ class GridSizes(Mapping[str, int]):
     context is among its items where it has several ranks, and so is, as the last, expert: how many ranks divide the
     experts among them.
     expert_tensor: what x is to experts. "fold" is the same as "cut" where x has one rank, and is kept as "cut" there.
+    context_weights: what context is to weights; "copy" where it has one rank.
 
     Raises ValueError for an unknown axis. `check_sizes` checks the values.
     """
@@ -176,6 +192,7 @@ class GridSizes(Mapping[str, int]):
     z: int
     expert: int
     expert_tensor: ExpertTensor
+    context_weights: ContextWeights
 
     def __init__(
         self,
@@ -187,12 +204,14 @@ class GridSizes(Mapping[str, int]):
         context: int = 1,
         expert: int = 1,
         expert_tensor: Any = "cut",  # an ExpertTensor; Any for type checkers that see GridSizes(**{axis: size})
+        context_weights: Any = "copy",
         **others: int,
     ) -> None:
         given = {"pipe": pipe, "data": data, "context": context, "x": x, "y": y, "z": z} | others
         _require_axes(given)
         self.__dict__.update({axis: given.get(axis, 1) for axis in NAMES})
         self.__dict__.update({EXPERT: expert, "expert_tensor": expert_tensor if x > 1 else "cut"})
+        self.__dict__["context_weights"] = context_weights if context > 1 else "copy"
 
     def __getitem__(self, axis: str) -> int:
         if axis not in NAMES and axis != EXPERT:
@@ -222,7 +241,7 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def _key(self) -> tuple[Any, ...]:
-        return *(self.__dict__[axis] for axis in NAMES), self.expert, self.expert_tensor
+        return *(self.__dict__[axis] for axis in NAMES), self.expert, self.expert_tensor, self.context_weights
 
     def __str__(self) -> str:
         return name_grid(self.sizes())
@@ -232,9 +251,10 @@ class GridSizes(Mapping[str, int]):
         return "GridSizes(" + ", ".join(f"{axis}={size!r}" for axis, size in shown.items()) + ")"
 
     def sizes(self) -> dict[str, Any]:
-        """Plain data, for files and for `Grid(**sizes)`: context and expert where they are not 1, and expert_tensor
-        where it folds."""
-        return dict(self) | ({"expert_tensor": self.expert_tensor} if self.expert_tensor != "cut" else {})
+        """Plain data, for files and for `Grid(**sizes)`: context and expert where they are not 1, expert_tensor where
+        it folds, and context_weights where context shards."""
+        words = {word: self.__dict__[word] for word in _DEFAULTS}
+        return dict(self) | {word: value for word, value in words.items() if value != _DEFAULTS[word]}
 
     @cached_property
     def stage_ranks(self) -> int:
@@ -258,10 +278,24 @@ class GridSizes(Mapping[str, int]):
         """Into how many parts the tokens of the global batch are cut: context cuts each sequence, too."""
         return self.over(_LOSS)
 
+    def axes_of(self, group: str) -> tuple[str, ...]:
+        """The axes, from outer to inner, in which the ranks of an axis or of a derived group differ."""
+        if group == SHARDS:
+            return ("context", "z") if self.context_weights == "shard" else ("z",)
+        over = axes_of(group)
+        is_left = group == REPLICAS and self.context_weights == "shard"
+        return tuple(axis for axis in over if axis != "context") if is_left else over
+
     @cached_property
     def replicas(self) -> int:
-        """Number of ranks that hold each number of a weight, and sum its gradient: those of data and context."""
-        return self.over(_REPLICAS)
+        """Number of ranks that hold each number of a weight, and sum its gradient: those of data, and of context unless
+        it shards weights."""
+        return self.over(self.axes_of(REPLICAS))
+
+    @cached_property
+    def shards(self) -> int:
+        """Into how many parts SHARDS cuts what x and y leave of a weight."""
+        return self.over(self.axes_of(SHARDS))
 
     @cached_property
     def expert_taken(self) -> dict[str, int]:
@@ -275,8 +309,9 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def expert_z(self) -> int:
-        """Number of ranks that shard what expert, x and y leave of experts' weights: what expert leaves of z."""
-        return self.z // self.expert_taken["z"]
+        """Number of ranks that shard what expert, x and y leave of experts' weights: what expert leaves of z. Where no
+        ranks divide the experts, they are weights as all others."""
+        return self.shards if self.expert == 1 else self.z // self.expert_taken["z"]
 
     @cached_property
     def expert_x(self) -> int:
@@ -285,8 +320,8 @@ class GridSizes(Mapping[str, int]):
 
     @cached_property
     def weight_parts(self) -> int:
-        """Into how many parts a weight is cut: x, y and z all cut it."""
-        return self.over(WEIGHT_AXES)
+        """Into how many parts a weight is cut: x, y and SHARDS all cut it."""
+        return self.x * self.y * self.shards
 
     def preceding(self, axis: str) -> int:
         """The product of the sizes of the axes inside this one: how far apart its ranks lie (Singh, section 5.1.2)."""
@@ -301,43 +336,46 @@ class GridSizes(Mapping[str, int]):
 
 def name_grid(sizes: Mapping[str, Any]) -> str:
     """A grid's short name, "x=2 z=2": axes in the order given, those of size 1 left out; "one rank" if all are."""
-    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, "cut")) or "one rank"
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in _UNSHOWN) or "one rank"
 
 
 def shown_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that a message or a repr lists: all, but those of axes that split layers, sequences or experts, where
-    they are 1; and expert_tensor where it folds."""
-    return {axis: size for axis, size in sizes.items() if axis in _ALWAYS_SHOWN or size not in (1, "cut")}
+    they are 1; and words that are not the usual ones."""
+    return {axis: size for axis, size in sizes.items() if axis in _ALWAYS_SHOWN or size not in _UNSHOWN}
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
-    """The sizes of all axes, 1 where one is absent; expert and expert_tensor may be among them.
+    """The sizes of all axes, 1 where one is absent; expert, expert_tensor and context_weights may be among them.
 
     Raises ValueError for an unknown axis, a size that is not positive, and an expert for which data, z (and x, where it
     folds) do not have the ranks.
     """
-    numbers = {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
+    numbers = {axis: size for axis, size in sizes.items() if axis not in _DEFAULTS}
     _require_axes([axis for axis in numbers if axis != EXPERT])
     for axis, size in numbers.items():
         require_whole(f"grid.{axis}", size)
-    if sizes.get("expert_tensor", "cut") not in get_args(ExpertTensor):
-        raise ValueError(f"grid.expert_tensor is {sizes['expert_tensor']!r}, but must be 'cut' or 'fold'")
+    for word, choices in (("expert_tensor", get_args(ExpertTensor)), ("context_weights", get_args(ContextWeights))):
+        if sizes.get(word, choices[0]) not in choices:
+            raise ValueError(f"grid.{word} is {sizes[word]!r}, but must be {' or '.join(map(repr, choices))}")
     checked = GridSizes(**sizes)
     _ = checked.expert_taken
     return checked
 
 
 def group_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Sizes in ranks of every axis and every derived group; axes of experts too, where there are any."""
-    found = dict.fromkeys(NAMES, 1) | {axis: size for axis, size in sizes.items() if axis != "expert_tensor"}
-    return found | {name: prod(found[axis] for axis in over) for name, over in DERIVED_GROUPS.items()}
+    """Sizes in ranks of every axis and every derived group; expert too, where there is any."""
+    own = sizes if isinstance(sizes, GridSizes) else GridSizes(**sizes)
+    groups = {name: own.over(own.axes_of(name)) for name in (*DERIVED_GROUPS, SHARDS)}
+    return {axis: own[axis] for axis in (*NAMES, EXPERT)} | groups
 
 
 def layout_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes in ranks of the axes that a parameter's layout may name: all axes, and those of experts."""
-    own = check_sizes(sizes)
+    """Sizes in ranks of the axes that a parameter's layout may name: all axes, and those of experts. z are SHARDS."""
+    own = sizes if isinstance(sizes, GridSizes) else check_sizes(sizes)
     of_experts = {EXPERT_DATA: own.expert_data, EXPERT: own.expert, EXPERT_Z: own.expert_z}
-    return {axis: own[axis] for axis in NAMES} | of_experts
+    shards = {"context": own.context * own.z // own.shards, "z": own.shards}
+    return {axis: own[axis] for axis in NAMES} | shards | of_experts
 
 
 def axes_of(group: str) -> tuple[str, ...]:
@@ -345,12 +383,13 @@ def axes_of(group: str) -> tuple[str, ...]:
     return DERIVED_GROUPS.get(group, (group,))
 
 
-def parameter_axes(sizes: Mapping[str, int]) -> tuple[str, ...]:
+def parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
     """The dims of the mesh that parameters live on, in MESH_ORDER: the axes of several ranks (docs/decisions/002).
 
-    One dim at least, also on one rank. The ranks of pipe hold other parameters.
+    One dim at least, also on one rank. The ranks of pipe hold other parameters. z are SHARDS.
     """
-    return tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES and sizes[axis] > 1) or MESH_ORDER[-1:]
+    known = layout_sizes(sizes)
+    return tuple(axis for axis in MESH_ORDER if axis in STAGE_AXES and known[axis] > 1) or MESH_ORDER[-1:]
 
 
 def expert_parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
@@ -362,7 +401,7 @@ def expert_parameter_axes(sizes: GridSizes) -> tuple[str, ...]:
     others = [
         axis for axis in MESH_ORDER if axis in STAGE_AXES and axis not in ("data", "z") and (axis, folds) != ("x", True)
     ]
-    known = layout_sizes(sizes.sizes())
+    known = layout_sizes(sizes) | {"context": sizes.context}  # which holds copies of experts that ranks divide
     return tuple(axis for axis in (EXPERT_DATA, *others, EXPERT, EXPERT_Z) if known[axis] > 1)
 
 

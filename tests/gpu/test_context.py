@@ -29,9 +29,10 @@ DOCUMENTS = [7, 113, 2, 118]  # of SEQ_LEN
 pytestmark = pytest.mark.ranks(4, own=(2, 4), among=SHARED)
 
 
-def grids(world: int) -> list[dict[str, int]]:
+def grids(world: int) -> list[dict[str, Any]]:
     axes = () if world not in (4, 8) else ("x",) if is_shared(world) else ("data", "x", "z")
-    return [{"context": world}, *({"context": 2, axis: world // 2} for axis in axes)]
+    over_context: list[dict[str, Any]] = [{"context": world}, {"context": world, "context_weights": "shard"}]
+    return [*over_context, *({"context": 2, axis: world // 2} for axis in axes)]
 
 
 def make_gpt() -> nn.Module:

@@ -38,6 +38,30 @@ def test_a_rank_keeps_the_activations_of_its_part_and_the_keys_of_others_while_i
     assert exchanged_keys(long, StepConfig(GridSizes(context=4), 1))[0] == 2 * (1 << 19) * 2048 * 2
 
 
+def test_ranks_of_context_that_shard_weights_hold_and_send_what_those_of_z_do():
+    long = {"batch": 1, "seq_len": 65_536, "recompute": "full"}
+    copied, sharded = (
+        predict(MODEL, H100, grid={"context": 8, "context_weights": each}, **long) for each in ("copy", "shard")
+    )
+    over_z = predict(MODEL, H100, grid={"z": 8}, batch=8, seq_len=65_536, recompute="full")
+    for part in ("parameters", "optimizer"):
+        assert sharded.memory[part] == over_z.memory[part]
+        assert sharded.memory[part] == pytest.approx(copied.memory[part] / 8, rel=0.01)  # all but norms
+    assert sharded.kept_activations == copied.kept_activations
+    for kind in ("all_gather_z", "reduce_scatter_z"):
+        assert sharded.communication[kind] == over_z.communication[kind]
+    assert sharded.communication["all_reduce_data"] < 1e-3 * copied.communication["all_reduce_data"]  # norms'
+    assert sharded.communication["keys"] == copied.communication["keys"]
+    assert [each.fits for each in (copied, sharded)] == [False, True]
+    best = plan(MODEL, H100, gpus=8, batch=1, seq_len=65_536, context=8)[0]
+    assert best.grid["context_weights"] == "shard"
+    workload = StepWorkload(read_architecture(MODEL, 65_536), 1, 65_536)
+    simulated = simulate_step(
+        workload, StepConfig(GridSizes(**sharded.grid), 1, ExecutionOptions(recompute="full")), H100
+    )
+    assert simulated.step_time == pytest.approx(sharded.step_time, rel=0.1)
+
+
 def test_attention_to_a_ranks_own_keys_hides_the_exchange_and_no_more():
     grid, seq_len = GridSizes(context=4), 16_384
     workload = StepWorkload(read_architecture(MODEL, seq_len), 1, seq_len)

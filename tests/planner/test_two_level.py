@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.axes import GridSizes
+from stretto.axes import SHARDS, GridSizes
 from stretto.cluster import GPU, Cluster, FlopRates, NetworkLink, NodeLink
 from stretto.cluster.two_level import Links, predict
 from stretto.models.gpt_config import GPTConfig
@@ -34,8 +34,8 @@ def test_groups_on_several_nodes_take_the_time_of_both_levels():
     links = Links(3e-6, 200e9, 20e-6, 50e9)
     both = [predict("all_gather", name, 1e6, 4, 2, links) for name in ("recursive", "ring")]
     pipelined = [predict("all_gather", "recursive", 1e6, 4, 2, links, parts) for parts in (2, 4, 8)]
-    flat = seconds("all_gather", "z", 7e6, False, z=8)
-    assert seconds("all_gather", "z", 7e6, True, z=8) == pytest.approx(min(*both, *pipelined))
+    flat = seconds("all_gather", SHARDS, 7e6, False, z=8)
+    assert seconds("all_gather", SHARDS, 7e6, True, z=8) == pytest.approx(min(*both, *pipelined))
     assert flat == pytest.approx(7 * 20e-6 + 7e6 / 50e9)
     assert seconds("all_reduce", "data", 14e6, True, data=8) == seconds("all_reduce", "data", 14e6, False, data=8)
     summed = seconds("all_reduce", "replicas", 14e6, True, data=8)
@@ -45,18 +45,18 @@ def test_groups_on_several_nodes_take_the_time_of_both_levels():
     expected = min(predict("all_reduce", name, 1e6, 4, 1, alone) for name in ("recursive", "ring"))
     assert seconds("all_reduce", "replicas", 6e6, True, data=4, x=2) == pytest.approx(expected)
     # gloo's reduce-scatter is an all-reduce, so that "auto" takes two levels for it wherever it would for a sum
-    gloo, scatter = replace(CLUSTER, library="gloo"), ("reduce_scatter", "z", 7e6)
+    gloo, scatter = replace(CLUSTER, library="gloo"), ("reduce_scatter", SHARDS, 7e6)
     assert seconds(*scatter, False, gloo, z=8) == 2 * seconds(*scatter, False, z=8)
     assert seconds(*scatter, True, gloo, z=8) == seconds(*scatter, True, z=8)
     assert Links.of_cluster(gloo) == replace(Links.of_cluster(CLUSTER), library_scatters=False)
     # inside a node, for sums over x, and on nodes that are not full, nothing changes
-    flat_ones = (("all_gather", "z", {"z": 2}), ("all_reduce", "x", {"x": 4}), ("all_gather", "z", {"z": 5}))
+    flat_ones = (("all_gather", SHARDS, {"z": 2}), ("all_reduce", "x", {"x": 4}), ("all_gather", SHARDS, {"z": 5}))
     for kind, group, sizes in flat_ones:
         assert seconds(kind, group, 1e6, True, **sizes) == seconds(kind, group, 1e6, False, **sizes)
     # "auto" is the library where two levels are slower: on nodes whose own links are the slow ones
     slow = replace(CLUSTER, in_node=NodeLink(bandwidth=1e9, latency=1e-3))
-    assert seconds("all_gather", "z", 7e6, "auto", slow, z=8) == seconds("all_gather", "z", 7e6, False, slow, z=8)
-    assert seconds("all_gather", "z", 7e6, "auto", z=8) == seconds("all_gather", "z", 7e6, True, z=8)
+    assert seconds("all_gather", SHARDS, 7e6, "auto", slow, z=8) == seconds("all_gather", SHARDS, 7e6, False, slow, z=8)
+    assert seconds("all_gather", SHARDS, 7e6, "auto", z=8) == seconds("all_gather", SHARDS, 7e6, True, z=8)
 
 
 def test_a_plan_says_what_each_interface_sends_and_two_levels_are_a_choice_of_its_own():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.axes import EXPERT, EXPERT_Z, STAGE, X_COPIES
+from stretto.axes import EXPERT, EXPERT_Z, SHARDS, STAGE, X_COPIES
 from stretto.huggingface.experts import ExpertsKind
 from stretto.memory.copy_engine import have_copy_engines
 from stretto.ops.invariant import LEAVES
@@ -100,7 +100,7 @@ class Builder:
         self.is_fused = fuses(request, is_pretrained=plan.is_pretrained)
         self.attention = AttentionTuner(options.tune_matmuls and self.is_fused, grid.device, grid.communicator(STAGE))
         self.linears = 0
-        over_z = grid.communicator("z")
+        over_z = grid.communicator(SHARDS)
         self.order = RankOrder(over_z, "weights and gradients over z")
         levels = TwoLevels.of(grid, options.two_level)
         self.fp8_layers, self.fp8, self.scales = request.fp8_layers, options.fp8, None
@@ -400,7 +400,7 @@ class Builder:
         place = grid.layout_sizes, grid.layout_coordinates
         before_z = ParameterLayout(tuple(original.shape), () if rows is None else (rows,)).local_shape(*place)[0]
         local_rows = layout_of(weight).local_shape(*place)[0]
-        over_z = grid.communicator("z")
+        over_z = grid.communicator(SHARDS)
         parts = self.precision, self.gatherer, self.gradient_reducer, ring
         found = None if scaling is None else scaling(weight, before_z, over_z)
         shard = WeightShard(before_z, local_rows, over_z, *parts, scaling=found)
@@ -428,7 +428,7 @@ class Builder:
         """The gatherer of the parameters in these places, all together, for the forward pass of the module
         `name`."""
         gatherer, gradients = self.gatherer, self.gradient_reducer
-        group = self.grid.communicator("z")
+        group = self.grid.communicator(SHARDS)
         return BlockShard(name, places, group, self.precision, gatherer, gradients, frees=frees)
 
     def _first(self, vocab: int) -> int:

@@ -24,10 +24,12 @@ from stretto.axes import (
     NAMES,
     OUTER_TO_INNER,
     REPLICAS,
+    SHARDS,
     STAGE,
     STAGE_AXES,
     X_COPIES,
     X_PARTS,
+    ContextWeights,
     ExpertTensor,
     GridSizes,
     axes_of,
@@ -54,8 +56,8 @@ START_LIMIT = timedelta(minutes=10)  # for ranks to import and to find each othe
 GradientReduction = Literal["sum", "mean"]
 """Reduction of the gradients of ranks that have other rows of the batch."""
 
-_NARROWER = {LOSS: BATCH, REPLICAS: "data"}
-"""The groups that sum over the same ranks where sequences are whole."""
+_NARROWER = {LOSS: BATCH, REPLICAS: "data", SHARDS: "z"}
+"""The groups of the same ranks where sequences are whole."""
 
 _LEFT_OF = {"data": EXPERT_DATA, "z": EXPERT_Z}
 """Names of axes without the innermost ranks that expert takes."""
@@ -66,7 +68,9 @@ class Grid:
     rank = ((((pipe * Data + data) * Context + context) * Z + z) * Y + y) * X + x.
 
     `data` and `z` split the batch; `context` splits each sequence; `x`, `y` and `z` split the weights; `pipe` splits
-    the layers. Start the job with torchrun (or `stretto train`); a grid of one rank needs no launcher. Collective:
+    the layers. context_weights: "copy", each rank of `context` has what x, y and z leave of a weight; "shard", it
+    shards them as z does, together with z. Start the job with torchrun (or `stretto train`); a grid of one rank needs
+    no launcher. Collective:
     every rank of the job must create the same grid.
 
     `expert` is the size of the expert-parallel axis of a mixture-of-experts model. It adds no ranks: for experts'
@@ -105,11 +109,12 @@ class Grid:
         context: int = 1,
         expert: int = 1,
         expert_tensor: ExpertTensor = "cut",
+        context_weights: ContextWeights = "copy",
         device: torch.device | str | None = None,
         timeout: timedelta | float | None = None,
         **others: int,
     ) -> None:
-        of_experts = {EXPERT: expert, "expert_tensor": expert_tensor}
+        of_experts = {EXPERT: expert, "expert_tensor": expert_tensor, "context_weights": context_weights}
         given = {"pipe": pipe, "data": data, "context": context, "x": x, "y": y, "z": z}
         sizes = check_sizes(given | of_experts | others)
         self.sizes: Mapping[str, Any] = sizes.sizes()
@@ -133,7 +138,8 @@ class Grid:
         # Of several ranks only: layers that communicate with nobody need no group (`communicator`).
         self._groups: dict[str, dist.ProcessGroup] = {}
         single = {axis: (axis,) for axis in NAMES}
-        for name, over in {**single, **DERIVED_GROUPS, "world": NAMES, STAGE: STAGE_AXES}.items():
+        derived = {name: sizes.axes_of(name) for name in (*DERIVED_GROUPS, SHARDS)}
+        for name, over in {**single, **derived, "world": NAMES, STAGE: STAGE_AXES}.items():
             narrower = _NARROWER.get(name, name)
             if narrower != name and sizes.over(over) == sizes.over(axes_of(narrower)):
                 if narrower in self._groups:
@@ -141,28 +147,35 @@ class Grid:
                 continue
             if sizes.over(over) == 1:
                 continue
-            purpose = name if name in DERIVED_GROUPS else "grid"
+            purpose = name if name in derived else "grid"
             self._groups[name] = self._make_group(name, self.partition(over), purpose)
         # torch's rules for operators on DTensors take time exponential in the mesh's dims (seconds for four, at an
         # operator's first use), so parameters live on the part of the mesh that does split something.
         self.parameter_axes = parameter_axes(sizes)
-        self.parameter_mesh = self._mesh_over(self._places, OUTER_TO_INNER, self.parameter_axes)
+        self._parameter_places = self._places
+        if sizes.context_weights == "shard":  # neighbours in the order of ranks, which are one dim, z
+            at = OUTER_TO_INNER.index("context")
+            self._parameter_places = self._places.flatten(at, at + 1).unsqueeze(at)
+        self.parameter_mesh = self._mesh_over(
+            self._parameter_places, OUTER_TO_INNER, self.parameter_axes, self._layout_groups(self.parameter_axes)
+        )
         self.expert_tensor = sizes.expert_tensor
         self.expert_mesh, self.expert_axes = self.parameter_mesh, self.parameter_axes
         if sizes.expert > 1:
             self._divide_experts(sizes)
         else:
-            self._groups |= {of: self._groups[axis] for axis, of in _LEFT_OF.items() if axis in self._groups}
+            held = {"data": EXPERT_DATA, SHARDS: EXPERT_Z}
+            self._groups |= {of: self._groups[axis] for axis, of in held.items() if axis in self._groups}
 
     def _make_group(self, name: str, partition: Sequence[Sequence[int]], purpose: str) -> dist.ProcessGroup:
         """This rank's group of a partition: the job's own where that is it, else one that grids share.
 
         Sums over the batch have their own purpose, so that they do not wait for weights that z gathers over the same
-        ranks, and are counted apart; and so has expert, whose messages do not wait for either.
+        ranks, and are counted apart; and so have expert and SHARDS, whose messages do not wait for others.
         """
         world = dist.group.WORLD
         assert world is not None
-        if len(partition) == 1 and purpose != EXPERT:
+        if len(partition) == 1 and purpose not in (EXPERT, SHARDS):
             return world
         group = self.shared_group(partition, purpose, description=name)
         assert group is not None
@@ -209,6 +222,10 @@ class Grid:
         # with z last in the mesh, plain `Shard` placements say just that. In the order of ranks x is innermost.
         return self._mesh_over(self._places, OUTER_TO_INNER, MESH_ORDER)
 
+    def _layout_groups(self, axes: Sequence[str]) -> list[dist.ProcessGroup]:
+        """The groups of the axes that layouts name, whose z are all ranks that shard weights."""
+        return [self.group(SHARDS if axis == "z" else axis) for axis in axes]
+
     def copies_mesh(self, copies: int) -> DeviceMesh:
         """Return the mesh of parameters of which each `copies` successive ranks of x hold the same part.
 
@@ -217,13 +234,13 @@ class Grid:
         """
         if copies not in self._copies_meshes:
             dims = (*OUTER_TO_INNER[:-1], X_PARTS, X_COPIES)
-            places = self._places.unflatten(-1, (-1, copies))
+            places = self._parameter_places.unflatten(-1, (-1, copies))
             at = self.parameter_axes.index("x")
             parts = [axis for axis in (X_PARTS, X_COPIES) if places.shape[dims.index(axis)] > 1]
             made = [self._make_group("x", _rows(places, [dims.index(axis)]), "grid") for axis in parts]
             self.other_groups |= {group.group_name: "x" for group in made}
             others = self.parameter_axes[:at], self.parameter_axes[at + 1 :]
-            before, after = ([self.group(axis) for axis in axes] for axes in others)
+            before, after = map(self._layout_groups, others)
             axes = (*others[0], *parts, *others[1])
             self._copies_meshes[copies] = self._mesh_over(places, dims, axes, [*before, *made, *after])
         return self._copies_meshes[copies]
@@ -275,7 +292,8 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Return the size of `axis`: pipe, data, context, x, y, z, "batch" (data x z), "loss" (data x context x z),
-        "replicas" (data x context), "stage" (all except pipe) or "world"."""
+        "replicas" and "shards" (data x context, and z; context is with the latter where it shards weights), "stage"
+        (all except pipe) or "world"."""
         self.require_open()
         if axis not in self._all_sizes:
             raise ValueError(f"{axis!r} is not an axis of a grid; there are {', '.join(self._all_sizes)}")
@@ -284,7 +302,8 @@ class Grid:
     @cached_property
     def _all_sizes(self) -> Mapping[str, int]:
         sizes = check_sizes(self.sizes)
-        return {**group_sizes(dict(sizes)), STAGE: sizes.stage_ranks, "world": sizes.ranks, **self.layout_sizes}
+        groups = {**group_sizes(self.sizes), STAGE: sizes.stage_ranks, "world": sizes.ranks}
+        return {**self.layout_sizes, **groups}
 
     def coordinate(self, axis: str) -> int:
         """Return this rank's index along `axis`; along "batch", the index of its part of the global batch."""
@@ -338,7 +357,9 @@ class Grid:
     @cached_property
     def layout_coordinates(self) -> Mapping[str, int]:
         """This rank's places along these axes."""
-        return {axis: self.coordinate(axis) for axis in self.layout_sizes}
+        return {
+            axis: self.coordinate(SHARDS if axis == "z" else axis) % size for axis, size in self.layout_sizes.items()
+        }
 
     def __repr__(self) -> str:
         return "Grid(" + ", ".join(f"{axis}={size!r}" for axis, size in shown_sizes(self.sizes).items()) + ")"

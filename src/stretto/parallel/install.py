@@ -13,7 +13,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from stretto.axes import EXPERT
+from stretto.axes import EXPERT, SHARDS
 from stretto.execution import MIN_COPIED_BYTES
 from stretto.huggingface import pretrained_model
 from stretto.huggingface.attention.packed_documents import install_packed
@@ -107,7 +107,7 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         layers = (module for module in model.modules() if module not in state.block_shards)  # they see plain tensors
         pretrained_model.compile_inside_of_own_checkpoints(layers)
     if plan.is_pretrained:
-        until_last = max(request.grid.size(axis) for axis in ("z", EXPERT)) > 1
+        until_last = max(request.grid.size(axis) for axis in (SHARDS, EXPERT)) > 1
         random_state = AgreedRandomState((), request.grid, always=True)
         if until_last or random_state.is_needed:
             agree = random_state.agree if random_state.is_needed else None

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import cast
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS, GridSizes, axes_of
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS, SHARDS, GridSizes
 from stretto.cluster import Cluster, MeasuredCollective
 from stretto.cluster.two_level import LEVELED, Collective, Links, choose, choose_parts, predict
 from stretto.execution import TwoLevel
@@ -40,7 +40,7 @@ def collective_seconds(
     elif group == EXPERT_DATA:
         preceding, size = group_of_replicas(grid)
     else:
-        over = axes_of(group)
+        over = grid.axes_of(group)
         preceding, size, rate = grid.preceding(over[-1]), grid.over(over), slowest_rate(rates, grid, group)
     if size == 1:
         return 0.0
@@ -52,7 +52,7 @@ def collective_seconds(
     flat = start_up + num_bytes / (rate or group_bandwidth(cluster, preceding, size))
     if kind == "reduce_scatter" and cluster.library == "gloo":
         flat *= 2  # it is an all-reduce
-    if not leaves or two_level is False or group not in ("z", REPLICAS):
+    if not leaves or two_level is False or group not in (SHARDS, REPLICAS):
         return flat
     shard = num_bytes / (trips * (size - 1))
     leveled = two_level_seconds(cast(Collective, kind), shard, cluster, preceding, size)

@@ -9,7 +9,7 @@ run over, which for a rowwise linear is the other one: x and y change roles in e
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, GridSizes, axes_of
+from stretto.axes import EXPERT, INNER_TO_OUTER, NAMES, REPLICAS, SHARDS, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import MAX_EXPANDED
 from stretto.planner.architecture import Architecture
@@ -29,7 +29,8 @@ MEANINGS = {
     "all_to_all": "sending rows to experts and back",
     "keys": "exchanging keys and values over context",
 }
-GROUP_OF = AXIS_OF | {"all_reduce_data": REPLICAS}  # an axis, or a group over several
+_OVER_SHARDS = dict.fromkeys(("all_gather_z", "reduce_scatter_z"), SHARDS)
+GROUP_OF = AXIS_OF | _OVER_SHARDS | {"all_reduce_data": REPLICAS}  # an axis, or a group over several
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class WeightTraffic:
     @classmethod
     def of(cls, parameters: float, grid: GridSizes) -> "WeightTraffic":
         """Of so many parameters that only z splits: those of a block, or those that are in none."""
-        gz, gdata = grid.z, grid.replicas
+        gz, gdata = grid.shards, grid.replicas
         sharded = (gz - 1) / gz * parameters
         return cls(sharded, sharded, 2 * (gdata - 1) / gdata * parameters / gz, parameters / gz)
 
@@ -92,7 +93,7 @@ class LinearTraffic(WeightTraffic):
 def linear_traffic(linear: Linear, grid: GridSizes, tokens: float) -> LinearTraffic:
     """Equations 5.1 to 5.5 for one linear, x and y swapped for a rowwise one. `tokens` (m): those of a data group."""
     weight, copies = linear.local_weights(grid), linear.copies(grid)
-    gx, gy, gz, gdata = linear.output_shards(grid), linear.input_shards(grid), grid.z, grid.replicas
+    gx, gy, gz, gdata = linear.output_shards(grid), linear.input_shards(grid), grid.shards, grid.replicas
     return LinearTraffic(
         all_gather=(gz - 1) * weight / gz,
         reduce_scatter=(gz - 1) / gz * weight,
@@ -124,7 +125,7 @@ def blocks_volume(
     """
     if model.is_sharded_by_blocks:
         block = WeightTraffic.of(model.block_parameters, grid)
-        keys = 3 * keys_numbers(model, model.splitting_sizes(grid), tokens / grid.z, documents)
+        keys = 3 * keys_numbers(model, model.splitting_sizes(grid), tokens / grid.shards, documents)
         of_block = Volume(gathers * block.all_gather, block.reduce_scatter, all_reduce_data=block.data, keys=keys)
         return of_block.times(model.layers * element)
     total = Volume()
@@ -138,7 +139,7 @@ def _block_volume(
 ) -> Volume:
     """Elements that one block sends, except for experts that ranks divide."""
     # Again, and gradients, in the backward pass.
-    total = Volume(keys=3 * keys_numbers(model, grid, tokens / grid.z, documents))
+    total = Volume(keys=3 * keys_numbers(model, grid, tokens / grid.shards, documents))
     for linear in model.linears:
         traffic = linear_traffic(linear, grid, tokens)
         sums = {traffic.output_sum_axis: traffic.output, traffic.gradient_sum_axis: traffic.gradient}
@@ -231,7 +232,7 @@ def nic_bytes(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> d
     volume = replace(volume, reduce_scatter_z=config.gradient_scatters(count) * volume.reduce_scatter_z)
     found = {}
     for kind in KINDS:
-        over, sent = axes_of(GROUP_OF[kind]), getattr(volume, kind)
+        over, sent = grid.axes_of(GROUP_OF[kind]), getattr(volume, kind)
         if not sent or AXIS_OF[kind] in (EXPERT, "context"):
             continue
         preceding, size = grid.preceding(over[-1]), grid.over(over)
@@ -282,8 +283,9 @@ def message_numbers(model: Architecture, grid: GridSizes, tokens: float, token_p
 
 
 def has_nvlink_over(cluster: Cluster, grid: GridSizes, axis: str) -> bool:
-    """True if NVLink reaches all ranks of an axis."""
-    return cluster.has_nvlink and grid.preceding(axis) * grid[axis] <= cluster.gpus_per_node
+    """True if NVLink reaches all ranks of an axis, or of a group over several."""
+    over = grid.axes_of(axis)
+    return cluster.has_nvlink and grid.preceding(over[-1]) * grid.over(over) <= cluster.gpus_per_node
 
 
 def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:
@@ -304,7 +306,7 @@ def bandwidths(cluster: Cluster, grid: GridSizes) -> Rates:
 
 def slowest_rate(rates: Rates, grid: GridSizes, group: str) -> float | None:
     """The bandwidth of an axis, or of a group over several: that of its slowest axis of several ranks."""
-    over = axes_of(group)
+    over = grid.axes_of(group)
     known = [rate for axis in over if grid[axis] > 1 and (rate := rates[axis]) is not None]
     return min(known, default=rates[over[0]])
 

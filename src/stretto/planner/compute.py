@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from stretto.axes import GridSizes
+from stretto.axes import SHARDS, GridSizes
 from stretto.cluster import Cluster
 from stretto.cluster.model import ATTENTION_TOKENS, LONG_ATTENTION_TOKENS
 from stretto.execution import TwoLevel
@@ -308,14 +308,14 @@ def _casts(workload: StepWorkload, config: StepConfig, grid: GridSizes) -> tuple
         return 0.0, parameters * (workload.element + of_number.places + (1 + adds) * of_number.gradient)
     # Gradients of the micro-batches after the first are added: both are read, and the sum is written. What z sums
     # is in the dtype of the computation.
-    new = workload.element if grid.z > 1 else workload.master
+    new = workload.element if grid.shards > 1 else workload.master
     adds = (1 - 1 / config.micro_batches(workload)) * parameters * (2 * workload.master + new)
     if workload.element == workload.master:
         return 0.0, adds
     cast = parameters * (workload.master + workload.element)
     # Gradients that are not reduced are written by the products in the parameters' dtype: only the wider writes cost
     # time.
-    is_summed = grid.z * grid.replicas > 1
+    is_summed = grid.shards * grid.replicas > 1
     return cast, adds + (cast if is_summed else parameters * (workload.master - workload.element))
 
 
@@ -327,10 +327,10 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     so (`stretto.parallel.layers.block_shard`); weights gathered by copy engines need no copy.
     """
     model, options, element = workload.model, config.options, workload.element
-    if not model.is_sharded_by_blocks or config.grid.z == 1:
+    if not model.is_sharded_by_blocks or config.grid.shards == 1:
         return 0.0, 0.0, 0.0
     in_block = model.block_parameters
-    has_nvlink = has_nvlink_over(cluster, config.grid, "z")
+    has_nvlink = has_nvlink_over(cluster, config.grid, SHARDS)
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
     whole = model.layers * in_block + model.outside_parameters
     gathered = whole - model.layers * of_block - outside

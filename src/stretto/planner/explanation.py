@@ -118,7 +118,7 @@ def _does_not_fit(model: Architecture, config: StepConfig, memory: Mapping[str, 
         remedies.append("activation checkpointing")
     if config.options.keeps_weights and memory["gathered_weights"] > 0.1 * needed:
         remedies.append("freeing gathered weights (reshard='after_forward')")
-    if config.options.scatters_once and config.grid.z > 1:
+    if config.options.scatters_once and config.grid.shards > 1:
         remedies.append("gradients accumulated as shards (reshard='after_backward')")
     if config.micro_batch > 1:
         remedies.append("a smaller micro-batch")
@@ -161,7 +161,7 @@ def list_formulas(
     state, (weight, gradient, master, moments, index) = config.state, number_bytes(workload, config.state)
     phi, kept = {"phi": parameters}, weight + index
     if state.sparsity and parameters:
-        kept = parameters_and_optimizer(workload, state, parameters, config.grid.z)["parameters"] / parameters
+        kept = parameters_and_optimizer(workload, state, parameters, config.grid.shards)["parameters"] / parameters
     buffers = {"n": float(state.buffer_sets), "bsize": bucket_numbers(state, parameters)}
     size, steps_on_host = master + moments, state.step_on == "host"
     if state.location != "host":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
-from stretto.axes import INNER_TO_OUTER, GridSizes
+from stretto.axes import INNER_TO_OUTER, SHARDS, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import ReshardPolicy, StateLocation
 from stretto.planner.activations import kept_activations
@@ -296,7 +296,7 @@ def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **n
 def _find_nvlink(cluster: Cluster, grid: GridSizes) -> dict[str, bool]:
     """What `memory` asks of NVLink."""
     reaches = partial(has_nvlink_over, cluster, grid)
-    return {"has_nvlink": reaches("z"), "joins_context": reaches("context")}
+    return {"has_nvlink": reaches(SHARDS), "joins_context": reaches("context")}
 
 
 def largest_micro_batch(

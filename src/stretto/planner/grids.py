@@ -45,7 +45,7 @@ def list_expert_grids(
         for size in sizes:
             if folds and size % grid.x and expert is None:
                 continue
-            found.append(GridSizes(**dict(grid), expert=size, expert_tensor=tensor))
+            found.append(GridSizes(**grid.sizes() | {"expert": size, "expert_tensor": tensor}))
     return found or [grid]
 
 
@@ -85,8 +85,8 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
         rows = linear.inputs // by_input
         if not linear.stores_inputs_first:
             rows = linear.outputs * linear.copies(grid) // cut
-        if rows % grid.z:
-            return f"z={grid.z} does not divide the {rows} rows of {linear.name} that a rank has"
+        if rows % grid.shards:
+            return f"z={grid.shards} does not divide the {rows} rows of {linear.name} that a rank has"
     if model.moe is not None and (why := why_no_experts(model, grid)):
         return why
     for count, what in ((model.vocab, "a vocabulary"), (model.labels, "a head")):

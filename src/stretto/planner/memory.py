@@ -42,10 +42,10 @@ _MAX_OUTSIDE = 0.02  # of the GPU's memory; a core of a CPU takes less
 
 def local_parameters(model: Architecture, grid: GridSizes) -> float:
     if model.is_sharded_by_blocks:
-        return model.parameters / grid.z
-    embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.z
+        return model.parameters / grid.shards
+    embedding = -(-model.embedding_rows // grid.x) * model.hidden / grid.y / grid.shards
     outputs = -(-model.head_outputs // grid.x)
-    head = outputs * (model.hidden / grid.y / grid.z * model.has_own_head + model.has_head_bias)
+    head = outputs * (model.hidden / grid.y / grid.shards * model.has_own_head + model.has_head_bias)
     blocks = sum(kind.blocks * _local_parameters_of_a_block(kind.model, grid) for kind in model.kinds)
     positions = model.position_rows * model.hidden / grid.y
     return blocks + embedding + head + model.norm_parameters / grid.y + positions + local_expert_parameters(model, grid)
@@ -53,9 +53,9 @@ def local_parameters(model: Architecture, grid: GridSizes) -> float:
 
 def _local_parameters_of_a_block(model: Architecture, grid: GridSizes) -> float:
     """Those of one block of a model with equal blocks, except for norms of hidden features, and routed experts."""
-    if (key := ("parameters", grid.x, grid.y, grid.z)) in model.memo:
+    if (key := ("parameters", grid.x, grid.y, grid.shards)) in model.memo:
         return model.memo[key]
-    weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.z
+    weights = sum(linear.local_weights(grid) for linear in model.linears) / grid.shards
     biases = sum(
         linear.outputs * linear.copies(grid) / linear.output_shards(grid) for linear in model.linears if linear.has_bias
     )
@@ -150,7 +150,7 @@ def step_memory(
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
     of_number = number_bytes(workload, config.state)
-    fixed = parameters_and_optimizer(workload, config.state, parameters, grid.z)
+    fixed = parameters_and_optimizer(workload, config.state, parameters, grid.shards)
     tokens = config.tokens(workload)
     sizes = [_whole_weights(kind.model, grid) for kind in model.kinds]
     # Of the largest block, and of all of them.
@@ -158,11 +158,11 @@ def step_memory(
     block_weights, largest = max(each.all for each in sizes), max(each.largest for each in sizes)
     all_weights = sum(kind.blocks * each.all for kind, each in zip(model.kinds, sizes, strict=True))
     # In the parameters' own dtype, and not cut over z, the parameter itself is multiplied with.
-    is_copied = grid.z > 1 or element < of_number.weight
+    is_copied = grid.shards > 1 or element < of_number.weight
     kept, own_input, growth = activations_of_a_block(workload, grid, config.token_parts)
     recomputes = config.options.recomputation.is_on
     blocks = recomputed_blocks(workload, grid, config.options.recomputation, config.token_parts)
-    uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.z > 1 and grid.pipe == 1
+    uses_copy_engines = has_nvlink and config.options.overlap.copy_engines and grid.shards > 1 and grid.pipe == 1
     keeps_gathered_weights = (
         uses_copy_engines
         and config.options.overlap.hides_any
@@ -172,7 +172,7 @@ def step_memory(
     table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
     gathered_in_backward = (
-        (all_weights + table / grid.z if keeps_gathered_weights else block_weights * blocks.blocks)
+        (all_weights + table / grid.shards if keeps_gathered_weights else block_weights * blocks.blocks)
         if config.options.keeps_weights
         else gathered_at_once
     )
@@ -180,7 +180,7 @@ def step_memory(
     pushed = min(
         (SCATTERS_IN_FLIGHT + 1) * largest_linear, max(3 * largest_linear, SCATTER_RING_BYTES / workload.element)
     )
-    ring = pushed * (1 - 1 / grid.z) * workload.element if uses_copy_engines else 0.0
+    ring = pushed * (1 - 1 / grid.shards) * workload.element if uses_copy_engines else 0.0
     if has_nvlink and config.token_parts > 1 and config.options.overlap.all_reduce:
         ring += workspaces(model.hidden / grid.y * tokens * element, grid.x)
     activations = blocks.between * tokens
@@ -197,10 +197,10 @@ def step_memory(
     # sums are kept whole beside them). With separate optimizer state they always are.
     accumulates = config.micro_batches(workload) > 1 or config.state.is_separate
     unsharded = 0.0
-    if accumulates and config.options.scatters_once and grid.z > 1:
+    if accumulates and config.options.scatters_once and grid.shards > 1:
         unsharded = (all_weights + table + head * model.has_own_head) * workload.master
     earlier = gradients + unsharded if accumulates else 0.0
-    of_head = head / grid.z * of_number.gradient
+    of_head = head / grid.shards * of_number.gradient
     widest = max(layer.widest(grid) for kind in model.kinds for layer in kind.model.block) * tokens
     growth *= tokens
     keys, keys_and_gradients = exchanged_keys(workload, config, has_nvlink=joins_context)
@@ -212,7 +212,7 @@ def step_memory(
     on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
     if uses_copy_engines:
         on_their_way = min(on_their_way, pushed)
-    scattered = on_their_way * (1 + 1 / grid.z) if grid.z > 1 else 0.0
+    scattered = on_their_way * (1 + 1 / grid.shards) if grid.shards > 1 else 0.0
     shards = group_of_shards(grid).size
     if shards > 1:  # those of a block's divided experts go in one message
         scattered += max(each.experts for each in sizes) * (1 + 1 / shards)
@@ -231,7 +231,7 @@ def step_memory(
             "gathered_weights": gathered * element if is_copied else 0.0,
             "activations": activations * element,
             "logits": (head * element if keeps_head_weight else 0.0)
-            + (2 * head * element if model.has_own_head and grid.replicas * grid.z > 1 else 0.0),
+            + (2 * head * element if model.has_own_head and grid.replicas * grid.shards > 1 else 0.0),
             "temporary": (growth + of_products) * element + keys_and_gradients + ring,
         },
         {  # the end of the backward pass
@@ -243,7 +243,7 @@ def step_memory(
         },
     ]
     freed = min((min(kind.model.expert_tensors, default=0) for kind in model.kinds), default=0) / grid.expert
-    if freed and grid.z * grid.x == 1 and not accumulates and not config.gathers_once:
+    if freed and grid.shards * grid.x == 1 and not accumulates and not config.gathers_once:
         # The gradient of experts' first product is made in dtype when the second one's weight is freed, and the
         # embedding's gradient, if it is not the head's too, is still to come.
         moments[2]["gathered_weights"] = (gathered_in_backward - freed) * element if is_copied else 0.0
@@ -272,7 +272,7 @@ def step_memory(
             }
         )
     if blocks.blocks > 1:
-        of_later = max(0, model.layers - blocks.blocks) * block_weights / grid.z * workload.master
+        of_later = max(0, model.layers - blocks.blocks) * block_weights / grid.shards * workload.master
         moments.append(
             {  # the first blocks, computed again, and the backward pass of the last one of them
                 "gradients": max(earlier, of_head + of_later),
@@ -333,7 +333,7 @@ def gathered_by_copy_engines(workload: StepWorkload, config: StepConfig, *, has_
     model, options = workload.model, config.options
     keeps = config.gathers_once or (options.keeps_weights and not options.recomputation.is_on)
     by_engines = options.overlap.copy_engines and options.overlap.hides_any and config.grid.pipe == 1
-    if not (model.is_sharded_by_blocks and keeps and has_nvlink and by_engines and config.grid.z > 1):
+    if not (model.is_sharded_by_blocks and keeps and has_nvlink and by_engines and config.grid.shards > 1):
         return 0, 0
     least = MIN_COPIED_BYTES / workload.element
     own_head = model.head_outputs * model.hidden * model.has_own_head
@@ -356,7 +356,7 @@ def _memory_of_blocks(
     grid = model.splitting_sizes(config.grid)
     layers, parameters = model.layers, local_parameters(model, grid)
     tokens = config.tokens(workload)
-    is_sent, recomputes = grid.z > 1, options.recomputation.is_on
+    is_sent, recomputes = grid.shards > 1, options.recomputation.is_on
     keeps = config.gathers_once or (options.keeps_weights and not recomputes)
     # Whole parameters in dtype are copies, unless the parameters themselves are computed with.
     of_number = number_bytes(workload, config.state)
@@ -368,14 +368,14 @@ def _memory_of_blocks(
     largest = max(*(linear.weights for linear in model.linears), *model.expert_tensors)
     recomputed = recomputed_blocks(workload, grid, options.recomputation)
     message = model.block_parameters * is_sent  # of gradients
-    in_flight = message * (1 + 1 / grid.z)  # and the shard that it becomes
+    in_flight = message * (1 + 1 / grid.shards)  # and the shard that it becomes
     gathered_message = block * is_sent
-    ahead = gathered_message * (1 + 1 / grid.z) if options.overlap.hides_any else 0.0  # and the shard that is sent
+    ahead = gathered_message * (1 + 1 / grid.shards) if options.overlap.hides_any else 0.0  # and the shard that is sent
     head = model.head_outputs * model.hidden
     shards = parameters * of_number.gradient
     unsharded = model.parameters * workload.master if is_sent and options.scatters_once else 0.0
     earlier = shards + unsharded if config.micro_batches(workload) > 1 or config.state.is_separate else 0.0
-    of_block = model.block_parameters / grid.z * of_number.gradient
+    of_block = model.block_parameters / grid.shards * of_number.gradient
     kept, _, growth = activations_of_a_block(workload, grid)
     kept_by_each, hidden = recomputed.between / layers, model.hidden
     length = recomputed.blocks
@@ -422,10 +422,10 @@ def _memory_of_blocks(
     # The end of the backward pass: gradients of what is in no block, then as a message, too; then buckets over data.
     table = model.embedding_rows * model.hidden
     note(0.0, hidden, reduced=(layers - 1) * of_block, temporary=head + table + in_flight)
-    note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.z) * is_sent)
+    note(0.0, 0.0, reduced=layers * of_block, temporary=model.outside_parameters * (2 + 1 / grid.shards) * is_sent)
     is_packed = grid.replicas > 1 and not config.state.is_separate
     note(0.0, 0.0, reduced=shards, temporary=min(parameters, BUCKET_BYTES / element) if is_packed else 0.0)
-    return parameters_and_optimizer(workload, config.state, parameters, grid.z) | max(moments, key=peak)
+    return parameters_and_optimizer(workload, config.state, parameters, grid.shards) | max(moments, key=peak)
 
 
 def peak(components: Mapping[str, float]) -> float:

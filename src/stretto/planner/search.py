@@ -17,7 +17,7 @@ from stretto.planner.compute import Device
 from stretto.planner.documents import read_packed
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, GridPlan, judge, to_plan
-from stretto.planner.grids import divisors, every_grid, why_impossible
+from stretto.planner.grids import divisors, why_impossible
 from stretto.planner.memory import max_allocated
 from stretto.planner.optimizer_state import check_state
 from stretto.planner.pipeline.search import PipelineSearch, judge_pipeline, replay_first
@@ -112,7 +112,7 @@ def plan(
 def _search_grids(searched: PipelineSearch, ranks: int) -> tuple[list[Candidate], list[str]]:
     """The best candidate of each grid without pipeline stages, and notes on those that were left out: of many grids
     with ways to divide experts, the slow ones."""
-    workload, grids = searched.workload, list(every_grid(ranks, contexts=searched.space.contexts))
+    workload, grids = searched.workload, list(searched.space.every_grid(ranks))
     if workload.model.moe is None or len(grids) <= MAX_WITH_EXPERTS:
         found = []
         for grid in grids:

@@ -20,7 +20,7 @@ from stretto.execution import (
 from stretto.planner.activations import activations_of_a_block
 from stretto.planner.architecture import Architecture
 from stretto.planner.documents import PackedDocuments
-from stretto.planner.grids import divisors, list_expert_grids
+from stretto.planner.grids import divisors, every_grid, list_expert_grids
 from stretto.planner.optimizer_state import LOCATIONS, check_state, host_link
 from stretto.planner.workload import StepWorkload
 from stretto.quantities import require_whole
@@ -155,6 +155,13 @@ class SearchSpace:
     drops_duplicates: bool = True
     two_level: TwoLevel = False
     contexts: Sequence[int] = (1,)
+
+    def every_grid(self, ranks: int, pipe: int = 1) -> Iterator[GridSizes]:
+        """Every grid of these ranks; where context cuts sequences, also with weights that it shards."""
+        for grid in every_grid(ranks, pipe, self.contexts):
+            yield grid
+            if grid.context > 1:
+                yield GridSizes(**grid.sizes() | {"context_weights": "shard"})
 
     def list_grids(self, model: Architecture, grid: GridSizes) -> list[GridSizes]:
         """A grid with each way to divide the model's experts that is tried."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS
+from stretto.axes import EXPERT_DATA, EXPERT_Z, REPLICAS, SHARDS
 from stretto.cluster import Cluster, HostTimes
 from stretto.execution import ExecutionOptions
 from stretto.planner.workload import StepConfig, StepWorkload
@@ -32,7 +32,7 @@ from stretto.planner.workload import StepConfig, StepWorkload
 SLOWDOWN_BESIDE_COMMUNICATION = 0.2
 COMPUTE = "compute"
 HOST = "host"
-AXIS_OF_GROUP = {REPLICAS: "data", EXPERT_DATA: "data", EXPERT_Z: "z"}
+AXIS_OF_GROUP = {REPLICAS: "data", SHARDS: "z", EXPERT_DATA: "data", EXPERT_Z: "z"}
 OTHER = "attention, norms and element-wise kernels"
 
 Prefetch = Literal["all", "next", "none"]

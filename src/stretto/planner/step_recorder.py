@@ -8,7 +8,7 @@ Bytes are those of `planner.communication` and `planner.experts.cost`, seconds t
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, REPLICAS, SHARDS
 from stretto.cluster import Cluster
 from stretto.execution import BUCKET_BYTES, HALVED_BYTES, HALVED_INPUTS, SCATTERS_IN_FLIGHT
 from stretto.planner.architecture import Architecture
@@ -129,13 +129,13 @@ class _WorkloadRecorder:
         self.workload, self.config, self.device, self.rates = workload, config, device, rates
         self.cluster, self.model = device.cluster, workload.model
         self.tokens, grid = config.tokens(workload), config.grid
-        sizes = {"x": grid.x, "y": grid.y, "z": grid.z, REPLICAS: grid.replicas, "context": grid.context}
+        sizes = {"x": grid.x, "y": grid.y, SHARDS: grid.shards, REPLICAS: grid.replicas, "context": grid.context}
         sizes |= {EXPERT: grid.expert, EXPERT_Z: grid.expert_z, EXPERT_DATA: grid.expert_data}
         self._known = device.collectives(grid, config.options.two_level)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
-        options, has_nvlink = config.options, has_nvlink_over(self.cluster, config.grid, "z")
+        options, has_nvlink = config.options, has_nvlink_over(self.cluster, config.grid, SHARDS)
         is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
-        engines = options.overlap.copy_engines and has_nvlink and config.grid.z > 1 and is_whole
+        engines = options.overlap.copy_engines and has_nvlink and config.grid.shards > 1 and is_whole
         keeps = options.keeps_weights and (not options.recomputation.is_on or options.gathers_once)
         # Of a model that is sharded by blocks, copy engines gather its large parameters alone.
         is_large = is_plain or sum(gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)) > 0
@@ -184,7 +184,7 @@ class _WorkloadRecorder:
         return self._known[key]
 
     def _weight(
-        self, traffic: WeightTraffic, shards: str = "z", replicas: str = REPLICAS, *, pruned: float = 0.0
+        self, traffic: WeightTraffic, shards: str = SHARDS, replicas: str = REPLICAS, *, pruned: float = 0.0
     ) -> WeightCollectives:
         """Collectives of weights over the ranks that shard them, and over those that hold the same.
 
@@ -201,8 +201,8 @@ class _WorkloadRecorder:
         if isinstance(traffic, LinearTraffic) and traffic.copies:
             sums.append(self._over("all_reduce", "x", traffic.copies * element))
         return WeightCollectives(
-            gather._replace(by_copy_engine=True) if gather and self.gathers_by_engine and shards == "z" else gather,
-            scatter._replace(by_copy_engine=True) if scatter and self.scatters_by_engine and shards == "z" else scatter,
+            gather._replace(by_copy_engine=self.gathers_by_engine and shards == SHARDS) if gather else None,
+            scatter._replace(by_copy_engine=self.scatters_by_engine and shards == SHARDS) if scatter else None,
             () if is_separate else tuple(filter(None, sums)),  # separate state sums chunks
             traffic.shard * element,
         )
@@ -282,7 +282,7 @@ class _WorkloadRecorder:
         if self.model.is_sharded_by_blocks:
             products = ProductRecord(names[0], output), ProductRecord(names[1], input_gradient)
             return LinearRecord(*products, weight_gradient, is_kept, None)
-        tokens = self.tokens * config.grid.z  # as equations 5.3 and 5.4 have them
+        tokens = self.tokens * config.grid.shards  # as equations 5.3 and 5.4 have them
         traffic = linear_traffic(linear, config.grid, tokens)
         gathered = scattered = gradient_gathered = gradient_scattered = sums = gradient_sums = None
         parts = 1
@@ -356,7 +356,7 @@ class _WorkloadRecorder:
         table, rows = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid)), None
         if self.gathers_by_engine and table.gather is not None and table.scatter is not None:
             looked_up = self.tokens / grid.x * model.hidden / grid.y * self.workload.element
-            rows = self._over("all_gather", "z", (grid.z - 1) / grid.z * looked_up)
+            rows = self._over("all_gather", SHARDS, (grid.shards - 1) / grid.shards * looked_up)
             table = replace(table, gather=None, scatter=table.scatter._replace(by_copy_engine=False))
         half = self._half_over_x()
         if self.config.token_parts > 1:
@@ -404,7 +404,7 @@ def is_halved(linear: Linear, config: StepConfig, token_bytes: float) -> bool:
     """True if `parallelize` sums this linear's output in halves; `token_bytes`: m times the bytes of a number."""
     grid = config.grid
     into = linear.input_shards(grid)
-    is_large = token_bytes / grid.z * linear.local_outputs(grid) >= HALVED_BYTES
+    is_large = token_bytes / grid.shards * linear.local_outputs(grid) >= HALVED_BYTES
     return into > 1 and is_large and linear.inputs / into >= HALVED_INPUTS
 
 

@@ -2,6 +2,7 @@
 """Training with sequences cut over context is training on one rank: losses, gradient norms and weights."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from transformers import (
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
+from stretto.axes import check_sizes
 from stretto.huggingface.context import refusal_of_default_positions
 from stretto.huggingface.known_modules import cache_of_nothing
 from stretto.models import GPT, GPTConfig
@@ -42,6 +44,7 @@ from stretto.parallel import (
     parallelize,
     validate,
 )
+from stretto.parallel.layout import shard_of
 from stretto.parallel.state import require_state
 from stretto.train.checkpoint import load_checkpoint
 from stretto.train.config.gpt import RunConfig
@@ -55,7 +58,7 @@ from tests.parallel.training import PRECISIONS, SEED, Case, build, disagreements
 from tests.train.saving import save_checkpoint
 
 EXACTLY = PRECISIONS["fp64-adamw"]
-Sizes = dict[str, int]
+Sizes = dict[str, Any]
 
 
 def gpt(**options: Any) -> GPTConfig:
@@ -76,6 +79,7 @@ GPTS = {
     "sharded sequence": Case(GPT, (llama_like(),), shards_sequence=True, has_ignored_targets=True),
 }
 LONG = pytest.mark.long
+SHARDS = {"context_weights": "shard"}
 LARGE = pytest.mark.exhaustive
 
 
@@ -84,6 +88,7 @@ LARGE = pytest.mark.exhaustive
     ("variant", "sizes"),
     [
         ("llama-like", {"context": 2, "z": 2}),
+        ("gpt2-like", {"context": 2, **SHARDS}),
         pytest.param("gpt2-like", {"context": 2, "x": 2}, marks=LARGE),
         pytest.param("llama-like", {"context": 4}, marks=LONG),
         pytest.param("gathered twice, micro-batched", {"context": 2, "data": 2}, marks=LARGE),
@@ -99,6 +104,9 @@ LARGE = pytest.mark.exhaustive
                 {"context": 2, "x": 2, "z": 2},
                 {"context": 4, "data": 2},
                 {"context": 2, "y": 2, "x": 2},
+                {"context": 4, **SHARDS},
+                {"context": 2, "z": 2, **SHARDS},
+                {"context": 2, "data": 2, "x": 2, **SHARDS},
             )
         ),
     ],
@@ -106,7 +114,7 @@ LARGE = pytest.mark.exhaustive
 )
 def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
     print(f"seed {SEED}")
-    case, count = GPTS[variant], prod(sizes.values())
+    case, count = GPTS[variant], check_sizes(sizes).ranks
     expected = train_plainly(case, EXACTLY)
     assert ranks(count).run(disagreements, sizes, case, EXACTLY, expected) == [{}] * count
 
@@ -122,6 +130,8 @@ def test_five_steps_of_a_gpt_equal_those_of_one_rank(ranks, variant, sizes):
                 ({"context": 2, "z": 2, "expert": 2}, {}, LONG),
                 ({"context": 2, "x": 2}, {}, LARGE),
                 ({"context": 4}, {}, LARGE),
+                ({"context": 2, **SHARDS}, {}, LONG),
+                ({"context": 2, "z": 2, "expert": 2, **SHARDS}, {}, LARGE),
                 ({"context": 2, "x": 2, "data": 2, "expert": 4, "expert_tensor": "fold"}, {}, LARGE),
             )
         ),
@@ -144,6 +154,7 @@ def test_five_steps_with_experts_equal_those_of_one_rank(ranks, run):
             for run in (
                 ({"pipe": 2, "context": 2}, "zb-h1"),
                 ({"pipe": 2, "context": 2, "z": 2}, "1f1b", 2),
+                ({"pipe": 2, "context": 2, **SHARDS}, "zb-h1", 2),
                 ({"pipe": 2, "context": 2, "x": 2}, "interleaved"),
                 ({"pipe": 2, "context": 2, "data": 2}, "message-driven"),
                 ({"pipe": 2, "context": 4}, "zb-v"),
@@ -157,8 +168,7 @@ def test_five_steps_of_a_pipeline_equal_those_of_one_rank(ranks, run):
     print(f"seed {SEED}")
     case = Case(GPT, (llama_like(layers=4),), has_ignored_targets=True)
     expected = pipelines.expect(case, EXACTLY)
-    count = prod(run.grid.values())
-    found = ranks(count).run(pipelines.compare, run, case, EXACTLY, expected)
+    found = ranks(check_sizes(run.grid).ranks).run(pipelines.compare, run, case, EXACTLY, expected)
     assert list(pipelines.complaints(found, expected)) == []
 
 
@@ -208,6 +218,7 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
     ("family", "sizes"),
     [
         pytest.param("llama", {"context": 2, "x": 2}, marks=LARGE),
+        ("qwen3", {"context": 2, "z": 2, **SHARDS}),
         *(pytest.param(name, {"context": 4}, marks=LONG) for name in ("qwen3_next", "nemotron_h")),
         *(pytest.param(name, {"context": 2, "z": 2}, marks=LARGE) for name in FAMILIES),
         *(
@@ -220,7 +231,7 @@ OF_EXPERTS = ("qwen3_moe", "gpt_oss", "mixtral", "deepseek_v3")  # of experts' p
 )
 def test_five_steps_of_a_hugging_face_model_equal_those_of_one_rank(ranks, family, sizes):
     print(f"seed {SEED}")
-    case, count = Case(FAMILIES[family], is_hugging_face=True, has_ignored_targets=True), prod(sizes.values())
+    case, count = Case(FAMILIES[family], is_hugging_face=True, has_ignored_targets=True), check_sizes(sizes).ranks
     with exactly(EXACTLY):
         expected = train_plainly(case, EXACTLY)
     assert ranks(count).run(disagreements_of, sizes, case, EXACTLY, expected) == [{}] * count
@@ -583,6 +594,29 @@ def test_padding_and_a_loss_of_ones_own(ranks, family):
         assert max(map(abs, distances)) < 2e-6
 
 
+def shards_and_messages() -> tuple[set[float], dict[tuple[str, str], int], list[int]]:
+    """What part of each weight a rank has, the calls of a step by kind and group, and the shards' ranks."""
+    grid = Grid(context=2, z=2, **SHARDS)
+    rows = torch.arange(2 * 16).view(2, 16)[grid.coordinate("z")][None]
+    model = parallelize(GPT(llama_like(vocab=64, tie_embeddings=False)), grid)
+    with count_collectives(grid) as counts:
+        model(rows, rows).backward()
+    parts = {shard_of(each).numel() / each.numel() for name, each in model.named_parameters() if each.dim() == 2}
+    calls = Counter((call.kind, call.axis) for call in counts.calls)
+    return parts, dict(calls), torch.distributed.get_process_group_ranks(grid.group("shards"))
+
+
+def test_ranks_of_context_gather_what_they_shard_and_scatter_its_gradients_at_once(ranks):
+    for parts, calls, of_group in ranks(4).run(shards_and_messages):
+        assert of_group == [0, 1, 2, 3]
+        assert parts == {1 / 4}
+        assert not any(axis == "z" for _, axis in calls)
+        weights = 2 * 5 + 2  # of two blocks, and both ends
+        assert calls["all_gather", "shards"] == weights
+        assert calls["reduce_scatter", "shards"] == weights
+        assert ("all_reduce", "replicas") not in calls
+
+
 def layouts_and_messages() -> dict[str, Any]:
     grid = Grid(context=2, z=2)
     groups = ("context", "replicas", "loss", "batch")
@@ -784,7 +818,16 @@ def losses_over_a_checkpoint(folder: Path, first: Sizes, second: Sizes) -> list[
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "sizes", [({"context": 2}, {"z": 2}), pytest.param(({"z": 2}, {"context": 2}), marks=LONG)], ids=str
+    "sizes",
+    [
+        ({"context": 2}, {"z": 2}),
+        *(
+            pytest.param(each, marks=LONG)
+            for each in (({"z": 2}, {"context": 2}), ({"context": 2, **SHARDS}, {"context": 2}))
+        ),
+        pytest.param(({"data": 2}, {"context": 2, **SHARDS}), marks=LARGE),
+    ],
+    ids=str,
 )
 def test_checkpoints_do_not_know_context(ranks, tmp_path, sizes):
     for third, resumed_third, fourth, resumed_fourth in ranks(2).run(losses_over_a_checkpoint, tmp_path, *sizes):

@@ -3,12 +3,12 @@
 
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
+from stretto.axes import check_sizes
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, parallelize
 from tests.parallel.pipeline.training import Run as PipelineRun
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def ranks(self) -> int:
-        return prod(size for axis, size in self.grid.items() if not axis.startswith("expert"))
+        return check_sizes(self.grid).ranks
 
 
 def train(run: Run, case: Case, precision: Precision) -> Trace:

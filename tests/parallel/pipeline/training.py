@@ -24,14 +24,14 @@ STAGES = {
 class Run:
     """One way to train a case by a pipeline. pipeline, options: of Pipeline and of parallelize."""
 
-    grid: dict[str, int]
+    grid: dict[str, Any]
     schedule: str = "1f1b"
     micro_batch_size: int = 1
     pipeline: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        sizes = "-".join(f"{axis}{size}" for axis, size in self.grid.items() if size > 1)
+        sizes = "-".join(f"{axis}{size}" for axis, size in self.grid.items() if size != 1)
         others = "-".join(f"{name}={value}" for name, value in {**self.pipeline, **self.options}.items())
         return "-".join(filter(None, [self.schedule, sizes, f"rows{self.micro_batch_size}", others]))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.simulator.training.steps import configure, made_up, workload
 
+from stretto.axes import SHARDS
 from stretto.cluster import NetworkLink, NodeLink
 from stretto.planner.communication import bandwidths
 from stretto.planner.compute import Device
@@ -65,8 +66,8 @@ def test_copy_engines_send_weights_and_gradients_except_in_pipelines():
     assert machine.has_nvlink
     for grid, are_used in (({"z": 2}, True), ({"pipe": 2, "z": 2}, False)):
         step = simulate_step(workload(batch=8), configure(grid, 1, schedule=grid.get("pipe") and "1f1b"), machine)
-        streams = {name for name in step.lowered.graph.stream_names if name.startswith("z")}
-        assert streams == ({"z, by copy engines", "z"} if are_used else {"z"})
+        streams = {name for name in step.lowered.graph.stream_names if name.startswith(SHARDS)}
+        assert streams == ({f"{SHARDS}, by copy engines", SHARDS} if are_used else {SHARDS})
         if are_used:  # four micro-batches gather 16 linears and the head, and look up rows of the embedding
             names = Counter(span.name for span in step.spans(0) if span.row == "z")
             assert (names["gather weight"], names["all_gather outside blocks"]) == (4 * 17, 4)

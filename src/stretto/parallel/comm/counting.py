@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.axes import DERIVED_GROUPS, EXPERT, EXPERT_AXES, NAMES, STAGE
+from stretto.axes import DERIVED_GROUPS, EXPERT, EXPERT_AXES, NAMES, SHARDS, STAGE
 from stretto.parallel.comm.autograd import SelectiveMode
 from stretto.parallel.grid import Grid
 from stretto.suggestions import require_type
@@ -112,7 +112,7 @@ def axes_of_groups(grid: Grid) -> dict[str, str]:
     of_experts = EXPERT_AXES if grid.size(EXPERT) > 1 else ()
     found = {
         grid.group(axis).group_name: axis
-        for axis in (*of_experts, STAGE, "world", *reversed([*DERIVED_GROUPS]), *NAMES)  # of one group the last
+        for axis in (*of_experts, STAGE, "world", SHARDS, *reversed([*DERIVED_GROUPS]), *NAMES)  # of one group the last
         if grid.size(axis) > 1
     }
     return found | grid.other_groups

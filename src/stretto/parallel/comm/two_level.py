@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from stretto.axes import BATCH, LOSS, REPLICAS, axes_of
+from stretto.axes import BATCH, LOSS, REPLICAS, SHARDS, check_sizes
 from stretto.cluster.two_level import ALGORITHMS, LEVELED
 from stretto.collectives.two_level import Levels, Nodes, TwoLevelGroup, Work, exchange_hosts, name_nodes
 from stretto.execution import TwoLevel
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from stretto.parallel.grid import Grid
 
-_AXES = ("z", "data", BATCH, REPLICAS, LOSS)
+_AXES = ("z", SHARDS, "data", BATCH, REPLICAS, LOSS)
 
 
 class TwoLevels:
@@ -90,7 +90,7 @@ def _make_groups(grid: Grid, mode: TwoLevel) -> dict[str, TwoLevelGroup]:
             continue
         seen.add(group.group_name)
         by_ranks: dict[int, Nodes] = {}  # of the group that begins with a rank
-        rows = grid.partition(axes_of(axis))
+        rows = grid.partition(check_sizes(grid.sizes).axes_of(axis))
         for row in rows:
             try:
                 by_ranks[row[0]] = Nodes.of_hosts([names[rank] for rank in row])

@@ -187,9 +187,10 @@ class ParameterSharding:
 
     def on(self, sizes: Mapping[str, int]) -> "ParameterSharding":
         """The same without axes of one rank, which split nothing."""
-        ranks = group_sizes(sizes) | layout_sizes(sizes)
+        parts = layout_sizes(sizes)
+        ranks = parts | group_sizes(sizes)
         return ParameterSharding(
-            tuple(split for split in self.splits if ranks[split.axis] > 1),
+            tuple(split for split in self.splits if parts[split.axis] > 1),
             tuple(axis for axis in self.sum_axes if ranks[axis] > 1),
             self.is_weight,
         )
@@ -207,7 +208,7 @@ LINEARS = {
 
 def gathered_sharding(parameter: nn.Parameter, sizes: Mapping[str, int]) -> ParameterSharding:
     """Shards a parameter whose module gathers it over z: by its dim 0, where it has one and z several ranks."""
-    if parameter.dim() > 0 and parameter.numel() > 0 and sizes["z"] > 1:
+    if parameter.dim() > 0 and parameter.numel() > 0 and layout_sizes(sizes)["z"] > 1:
         return ParameterSharding((Split(0, "z"),), (REPLICAS,), is_weight=True)
     return ParameterSharding((), (LOSS,))
 

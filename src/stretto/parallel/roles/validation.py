@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes
+from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes, layout_sizes
 from stretto.huggingface.experts import ExpertsKind, experts_kind
 from stretto.huggingface.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
 from stretto.huggingface.refusals import refusal_of_sharded_sequence
@@ -381,7 +381,7 @@ def _check_linear(
     axis = input_axis if is_transposed else output_axis
     rows = (inputs if is_transposed else outputs) // (1 if axis is None else sizes[axis] // role.copies)
     of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"
-    check_divides(rows, sizes["z"], "z", f"{name}{of_rank}", "weight rows")
+    check_divides(rows, layout_sizes(sizes)["z"], "z", f"{name}{of_rank}", "weight rows")
 
 
 def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int]) -> None:

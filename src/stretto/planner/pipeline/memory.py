@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stretto.axes import GridSizes
+from stretto.axes import SHARDS, GridSizes
 from stretto.cluster import Cluster
 from stretto.execution import MESSAGE_RINGS_BYTES, MESSAGE_SLOT_BYTES, MESSAGE_SLOTS
 from stretto.planner.activations import recomputed_blocks
@@ -165,7 +165,7 @@ def stage_memory(
         for blocks, moe_blocks in zip(stages.blocks, stages.moe_blocks or [None] * len(stages.blocks), strict=True)
     ]
     num_bytes = tokens * workload.element
-    has_nvlink = cluster is not None and has_nvlink_over(cluster, config.grid, "z")
+    has_nvlink = cluster is not None and has_nvlink_over(cluster, config.grid, SHARDS)
     joins_context = cluster is not None and has_nvlink_over(cluster, config.grid, "context")
     in_step = dict(step_memory(own, config, has_nvlink=has_nvlink, joins_context=joins_context))
     sides = (not stages.is_first) + (not stages.is_last) if len(stages.blocks) == 1 else 2

@@ -20,7 +20,7 @@ from stretto.planner.cost import Cost
 from stretto.planner.experts.cost import expert_seconds, expert_volume, local_expert_parameters
 from stretto.planner.experts.search import BestTimes, best_of_each_grid, choose_expert_grids
 from stretto.planner.grid_plan import Candidate, ChosenWay, check_finite, choose_way, rounded
-from stretto.planner.grids import divisors, every_grid, why_impossible
+from stretto.planner.grids import divisors, why_impossible
 from stretto.planner.memory import local_parameters, peak
 from stretto.planner.optimizer_state import host_memory, number_bytes, optimizer_seconds
 from stretto.planner.pipeline.cost import (
@@ -82,9 +82,7 @@ class PipelineSearch:
         found: candidates without stages.
         """
         model, batch = self.workload.model, self.workload.batch
-        grids = [
-            grid for pipe in self.pipelines.pipes if pipe > 1 for grid in every_grid(ranks, pipe, self.space.contexts)
-        ]
+        grids = [grid for pipe in self.pipelines.pipes if pipe > 1 for grid in self.space.every_grid(ranks, pipe)]
         if len(grids) <= MAX_LISTED and model.moe is None:
             return [candidate for grid in grids if (candidate := self.search_grid(grid)) is not None], []
         possible = [grid for grid in grids if why_impossible(model, grid, batch) is None]

@@ -245,7 +245,7 @@ def has_tied_message(workload: StepWorkload, stages: RankStages) -> bool:
 def tied_bytes(workload: StepWorkload, config: StepConfig) -> float:
     """Bytes of that gradient on a rank."""
     grid = workload.model.splitting_sizes(config.grid)
-    rows = -(-workload.model.vocab // grid.x) / grid.z
+    rows = -(-workload.model.vocab // grid.x) / grid.shards
     dense = replace(config.state, sparsity=0.0)  # embeddings are not pruned
     return rows * workload.model.hidden / grid.y * number_bytes(workload, dense).gradient
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes, axes_of
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, GridSizes
 from stretto.planner.step import COMPUTE, HOST, GroupCollective
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, pausing_garbage_collection
 from stretto.simulator.training.program import PIPE, StageMessage, StepOperation
@@ -218,7 +218,7 @@ def group_dims(grid: GridSizes, group: str) -> tuple[tuple[int, int], ...]:
         case _ if group == EXPERT_DATA:
             dims = [(grid.preceding("data") * taken["data"], grid.expert_data)]
         case _:
-            dims = [(grid.preceding(axis), grid[axis]) for axis in reversed(axes_of(group))]
+            dims = [(grid.preceding(axis), grid[axis]) for axis in reversed(grid.axes_of(group))]
     return tuple((stride, size) for stride, size in dims if size > 1)
 
 

@@ -25,10 +25,12 @@ from pydantic import (
 
 from stretto.axes import (
     AXES,
+    CONTEXT_WEIGHTS_DESCRIPTION,
     EXPERT,
     EXPERT_DESCRIPTION,
     EXPERT_TENSOR_DESCRIPTION,
     NAMES,
+    ContextWeights,
     ExpertTensor,
     GridSizes,
     shown_sizes,
@@ -111,7 +113,7 @@ class _GridSection(Section):
 
     def sizes(self) -> dict[str, Any]:
         """The sizes by axis, as `Grid` and `stretto.parallel.validate` take them (`GridSizes.sizes`)."""
-        return GridSizes(**{name: getattr(self, name) for name in (*NAMES, EXPERT, "expert_tensor")}).sizes()
+        return GridSizes(**self.model_dump()).sizes()
 
 
 if TYPE_CHECKING:
@@ -125,6 +127,7 @@ if TYPE_CHECKING:
         z: int = 1
         expert: int = 1
         expert_tensor: ExpertTensor = "cut"
+        context_weights: ContextWeights = "copy"
 
 else:
     _DESCRIPTIONS = {axis.name: axis.description for axis in AXES} | {EXPERT: EXPERT_DESCRIPTION}
@@ -135,6 +138,7 @@ else:
         __module__=__name__,
         **{axis: (int, option(1, _DESCRIPTIONS[axis], unit="ranks", ge=1, le=MAX_RANKS)) for axis in (*NAMES, EXPERT)},
         expert_tensor=(ExpertTensor, option("cut", EXPERT_TENSOR_DESCRIPTION)),
+        context_weights=(ContextWeights, option("copy", CONTEXT_WEIGHTS_DESCRIPTION)),
     )
 
 

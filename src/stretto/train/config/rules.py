@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
-from stretto.axes import NAMES, STAGE_AXES, GridSizes, check_sizes
+from stretto.axes import EXPERT, NAMES, STAGE_AXES, GridSizes, check_sizes
 from stretto.execution import ExecutionOptions, Fp8, Fp8Recipe
 from stretto.huggingface.public_models import PUBLIC_MODELS
 from stretto.planner.grids import divisors, every_grid
@@ -298,7 +298,7 @@ def nearest_grid(
     does expert, where the grid has the ranks for it.
     """
     wanted = GridSizes(**grid.sizes())
-    of_experts = {name: size for name, size in grid.sizes().items() if name not in NAMES}
+    words = {name: size for name, size in grid.sizes().items() if name not in NAMES}
 
     def distance(sizes: GridSizes) -> tuple[float, ...]:
         ratios = [abs(math.log2(sizes[axis] / wanted[axis])) for axis in NAMES]
@@ -307,7 +307,7 @@ def nearest_grid(
 
     def fitting(sizes: Mapping[str, int]) -> GridSizes | None:
         """A grid that suits, of these sizes of a stage: with the experts' sizes, or else without."""
-        for more in (of_experts, {}):
+        for more in (words, words | {EXPERT: 1}):
             with suppress(ValueError):
                 if suits(found := check_sizes({**sizes, "pipe": kept, **more})):
                     return found

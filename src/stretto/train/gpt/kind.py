@@ -77,10 +77,10 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[GridSizes]:
     """Every grid of so many ranks, with the run's pipeline stages where they divide the ranks, its experts', and parts
     of its context."""
     pipe = config.grid.pipe if ranks % config.grid.pipe == 0 else 1
-    of_experts = {name: size for name, size in config.grid.sizes().items() if name not in NAMES}
+    words = {name: size for name, size in config.grid.sizes().items() if name not in NAMES}
     for sizes in every_grid(ranks, pipe, divisors(config.grid.context)):
         plain = {axis: sizes[axis] for axis in NAMES}
-        for more in (of_experts, {EXPERT: 1}) if config.grid.expert > 1 else ({},):
+        for more in (words, words | {EXPERT: 1}):
             with suppress(ValueError):
                 yield check_sizes({**plain, **more})
                 break

@@ -23,7 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER, REPLICAS
+from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER, REPLICAS, SHARDS
 from stretto.train.observe.messages import SentMessage, match_gloo, read_kernel
 
 Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
@@ -37,7 +37,7 @@ TO_DEVICE, TO_HOST = HOST_COPIES = ("host to device", "device to host")
 BUBBLE = "bubble"  # of a pipeline: the rank waits for a message that was not sent yet
 AXES = (*INNER_TO_OUTER, EXPERT)
 # What experts' parameters send over what expert leaves of an axis, and gradients over data and context.
-ROW_OF = {EXPERT_DATA: "data", EXPERT_Z: "z", REPLICAS: "data"}
+ROW_OF = {EXPERT_DATA: "data", EXPERT_Z: "z", REPLICAS: "data", SHARDS: "z"}
 ROWS = (COMPUTE, EXPERTS, *AXES, OTHER, *HOST_COPIES, BUBBLE)
 # Copy engines communicate over z, and over context in its attention; these kernels start their copies, wait for them,
 # and sum the received data.

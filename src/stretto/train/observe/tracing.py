@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stretto.axes import EXPERT, EXPERT_AXES, NAMES, REPLICAS
+from stretto.axes import EXPERT, EXPERT_AXES, NAMES, REPLICAS, SHARDS
 from stretto.parallel import Grid
 from stretto.parallel.comm.counting import axes_of_groups
 from stretto.train.observe.progress import ProgressReporter
@@ -153,6 +153,7 @@ def _identify_gloo_threads(grid: Grid) -> None:
     for axis in (
         *(EXPERT_AXES if grid.size(EXPERT) > 1 else ()),
         REPLICAS,
+        SHARDS,
         *NAMES,
     ):  # of one group, the last mark counts
         if grid.size(axis) > 1:
