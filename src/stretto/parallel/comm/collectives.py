@@ -391,7 +391,9 @@ def all_to_all(
     received: Tensor, sent: Tensor, receives: Sequence[int], sends: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
     """Send `sends[rank]` numbers of `sent` to each rank, in order; receive `receives[rank]` of each in `received`."""
-    return start_all_to_all(received, sent, receives, sends, group).wait()
+    with collective("all_to_all", group):
+        dist.all_to_all_single(received, sent, list(receives), list(sends), group=group)
+    return received
 
 
 def start_all_to_all(
