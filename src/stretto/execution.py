@@ -300,6 +300,11 @@ TwoLevel = Literal["auto", True, False]
 ReshardPolicy = Literal["after_forward", "after_backward", "weights_after_step", "gradients_after_step", "after_step"]
 
 
+def _option(default: Any, help: str, **more: str) -> Any:
+    """A field with its documentation. more: `unit`; `unset`, the words for None."""
+    return field(default=default, metadata={"help": help, **more})
+
+
 @dataclass(frozen=True)
 class ExecutionOptions:
     """Options of a step's execution, apart from its grid, micro-batch and dtypes.
@@ -308,104 +313,79 @@ class ExecutionOptions:
     expert_rows that are not positive, and for expert_reduce with another value.
     """
 
-    overlap: Overlap = field(
-        default=Overlap(),
-        metadata={"help": "which collectives overlap with computation (True: all, False: none); results are the same"},
+    overlap: Overlap = _option(
+        Overlap(),
+        "which collectives overlap with computation (True: all, False: none); results are the same",
     )
-    reshard: ReshardPolicy = field(
-        default="after_backward",
-        metadata={
-            "help": "when what is whole over z is sharded again. `after_forward`: weights are freed after the forward "
-            "pass and gathered again in the backward pass; `after_backward`: weights are kept between the two; "
-            "`weights_after_step`: weights are gathered once per step, for all micro-batches and for recomputation, "
-            "which takes the memory of all weights in `train.dtype` (in a training loop of your own: inside of "
-            "`stretto.parallel.gather_once(model)`); `gradients_after_step`: unsharded weight "
-            "gradients are accumulated over the micro-batches and reduce-scattered once per step, which takes memory "
-            "for gradients that z does not shard; `after_step`: both. Pipelines keep gathered weights to the step's "
-            "end, except for `after_forward`"
-        },
+    reshard: ReshardPolicy = _option(
+        "after_backward",
+        "when what is whole over z is sharded again. `after_forward`: weights are freed after the forward pass and "
+        "gathered again in the backward pass; `after_backward`: weights are kept between the two; "
+        "`weights_after_step`: weights are gathered once per step, for all micro-batches and for recomputation, which "
+        "takes the memory of all weights in `train.dtype` (in a training loop of your own: inside of "
+        "`stretto.parallel.gather_once(model)`); `gradients_after_step`: unsharded weight gradients are accumulated "
+        "over the micro-batches and reduce-scattered once per step, which takes memory for gradients that z does not "
+        "shard; `after_step`: both. Pipelines keep gathered weights to the step's end, except for `after_forward`",
     )
-    recompute: str = field(
-        default="none",
-        metadata={
-            "help": "activation checkpointing: which activations are recomputed in the backward pass: `none`, `full`, "
-            "`every:k`, `products`, `communication` or `host` ([memory.md](memory.md))"
-        },
+    recompute: str = _option(
+        "none",
+        "activation checkpointing: which activations are recomputed in the backward pass: `none`, `full`, `every:k`, "
+        "`products`, `communication` or `host` ([memory.md](memory.md))",
     )
-    shard_sequence: bool = field(
-        default=False,
-        metadata={
-            "help": "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the "
-            "matrix products, in place of all-reduces"
-        },
+    shard_sequence: bool = _option(
+        False,
+        "sequence parallelism over x between blocks: all-gathers and reduce-scatters, fused with the matrix products, "
+        "in place of all-reduces",
     )
-    tune_matmuls: bool = field(
-        default=False,
-        metadata={
-            "help": "autotune the layouts of each linear's matrix products in the first step, and which of torch's "
-            "kernels computes attention where `fused` replaces modules of a transformers model"
-        },
+    tune_matmuls: bool = _option(
+        False,
+        "autotune the layouts of each linear's matrix products in the first step, and which of torch's kernels "
+        "computes attention where `fused` replaces modules of a transformers model",
     )
-    fused: Fused = field(
-        default="auto",
-        metadata={
-            "help": "replace norms, rotary positions, gated SiLUs and the loss of a transformers model by fused "
-            "kernels: `auto`: on GPUs, where they compute the same and torch.compile does not; `false`: nowhere "
-            "([what it does to bits](parallelize.md#fused-kernels))"
-        },
+    fused: Fused = _option(
+        "auto",
+        "replace norms, rotary positions, gated SiLUs and the loss of a transformers model by fused kernels: `auto`: "
+        "on GPUs, where they compute the same and torch.compile does not; `false`: nowhere ([what it does to "
+        "bits](parallelize.md#fused-kernels))",
     )
-    two_level: TwoLevel = field(
-        default=False,
-        metadata={
-            "help": "for the gathers and reduce-scatters of z and the sums over data, of ranks on several nodes: "
-            "collectives in two levels, between nodes and inside them: `true`: always, which takes nodes of equally "
-            "many ranks; `auto`: where a model of both levels predicts them to be faster than the library's own; "
-            "`false`: never ([two levels](two-levels.md#two-levels-in-training))"
-        },
+    two_level: TwoLevel = _option(
+        False,
+        "for the gathers and reduce-scatters of z and the sums over data, of ranks on several nodes: collectives in "
+        "two levels, between nodes and inside them: `true`: always, which takes nodes of equally many ranks; `auto`: "
+        "where a model of both levels predicts them to be faster than the library's own; `false`: never ([two "
+        "levels](two-levels.md#two-levels-in-training))",
     )
-    fp8: Fp8 | None = field(
-        default=None,
-        metadata={
-            "help": "float8 training: linears and experts compute in fp8, with dynamic scales, and their weights are "
-            "gathered over z in fp8 ([float8](training.md#float8))",
-            "unset": "off",
-        },
+    fp8: Fp8 | None = _option(
+        None,
+        "float8 training: linears and experts compute in fp8, with dynamic scales, and their weights are gathered over "
+        "z in fp8 ([float8](training.md#float8))",
+        unset="off",
     )
-    stages: StageOptions = field(
-        default=StageOptions(),
-        metadata={"help": "how the model is split into pipeline stages, if the grid or a rank has several"},
+    stages: StageOptions = _option(
+        StageOptions(),
+        "how the model is split into pipeline stages, if the grid or a rank has several",
     )
-    drop_duplicates: bool = field(
-        default=True,
-        metadata={
-            "help": "each rank of x sends only its part of the tokens to the experts, because all ranks of x have the "
-            "same tokens"
-        },
+    drop_duplicates: bool = _option(
+        True,
+        "each rank of x sends only its part of the tokens to the experts, because all ranks of x have the same tokens",
     )
-    expert_rows: int | None = field(
-        default=None,
-        metadata={
-            "help": "fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their "
-            "number; more rows are an error",
-            "unit": "rows",
-            "unset": "dynamic",
-        },
+    expert_rows: int | None = _option(
+        None,
+        "fixed capacity of a rank, in rows of experts' inputs, so that the host need not wait for their number; more "
+        "rows are an error",
+        unit="rows",
+        unset="dynamic",
     )
-    invariant: bool = field(
-        default=False,
-        metadata={
-            "help": "a forward pass in which a token's bits depend on its own sequence alone: neither on the batch nor "
-            "on x, z or expert, and so are those of an `Engine` on any grid "
-            "([inference.md](inference.md#the-same-bits-everywhere))"
-        },
+    invariant: bool = _option(
+        False,
+        "a forward pass in which a token's bits depend on its own sequence alone: neither on the batch nor on x, z or "
+        "expert, and so are those of an `Engine` on any grid ([inference.md](inference.md#the-same-bits-everywhere))",
     )
-    expert_reduce: ExpertReduce = field(
-        default="rank",
-        metadata={
-            "help": "where a token's outputs of several experts are summed. `rank`: each rank sums those of its "
-            "experts and returns one row, so the bits depend on `expert`; `choice`: every output is returned, and the "
-            "bits are those of expert=1 ([bits](experts.md#sharding-over-a-grid))"
-        },
+    expert_reduce: ExpertReduce = _option(
+        "rank",
+        "where a token's outputs of several experts are summed. `rank`: each rank sums those of its experts and "
+        "returns one row, so the bits depend on `expert`; `choice`: every output is returned, and the bits are those "
+        "of expert=1 ([bits](experts.md#sharding-over-a-grid))",
     )
 
     def __post_init__(self) -> None:

@@ -222,6 +222,16 @@ def test_balanced_tokens_have_a_switch_loss_of_its_coefficient() -> None:
     assert statistics.losses.tolist() == [pytest.approx([0.5, 0.0])]
 
 
+def test_losses_are_means_over_tokens_of_whatever_number_of_experts_a_token() -> None:
+    model = nn.ModuleList(make_router(per_token, z_loss=1.0) for per_token in (1, 3))
+    x = tokens(4, 5)
+    logits = [router(x)[0] for router in model]
+    statistics = update_biases(model)
+    assert statistics is not None
+    wanted = torch.stack([each.logsumexp(-1).square().mean() for each in logits]).detach()
+    torch.testing.assert_close(statistics.losses[:, 1], wanted)
+
+
 def test_a_loss_over_sequences_raises_with_the_shape_that_it_needs() -> None:
     router = make_router(balance="sequence", balance_loss=1.0)
     assert router.needs_whole_sequences

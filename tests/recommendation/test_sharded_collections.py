@@ -106,7 +106,7 @@ def test_tables_may_be_frozen_and_thawed_after_fuse_update(
 
 
 @pytest.mark.exhaustive
-def test_the_fused_operator_has_scheduled_rates_and_leaves_frozen_tables(interpret: Callable[..., list[Any]]) -> None:
+def test_the_fused_operator_has_learning_rates_and_leaves_frozen_tables(interpret: Callable[..., list[Any]]) -> None:
     assert interpret(2, embedding_models.schedule, "kernel") == [[True] * 3] * 2
 
 

@@ -74,7 +74,7 @@ def train_plainly(config: DLRMTrainConfig, start: dict[str, torch.Tensor], first
         losses.append(loss.item())
         model.zero_grad()
         loss.backward()
-        share = learning_rate(step, lr=1.0, min_lr=0.0, warmup_steps=options.warmup_steps, steps=options.steps)
+        share = learning_rate(step, options.model_copy(update={"lr": 1.0, "min_lr": 0.0}))
         with torch.no_grad():
             for parameter in mlps:
                 parameter -= options.lr * share * parameter.grad

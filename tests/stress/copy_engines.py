@@ -81,7 +81,7 @@ class CopyEngineGatherCase(StressCase):
                 continue
             taken = self._gather.take(number, version, in_backward=False)
             assert taken is not None, "a weight of this pass was not pushed"
-            checks.append(Check(taken.clone(), whole))
+            checks.append(Check(taken.rows.clone(), whole))
         self._gather.end()
         return checks
 

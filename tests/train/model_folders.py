@@ -143,8 +143,6 @@ def train_plainly(config: TrainConfig) -> tuple[list[float], nn.Module]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
-            )
+            group["lr"] = learning_rate(step, options)
         optimizer.step()
     return losses, model

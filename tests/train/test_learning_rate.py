@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.train.config.options import RunOptions
 from stretto.train.optimizer import learning_rate
 
 
 def rates(steps: int, warmup_steps: int, lr: float = 1.0, min_lr: float = 0.0, **schedule: Any) -> list[float]:
-    return [
-        learning_rate(step, lr=lr, min_lr=min_lr, warmup_steps=warmup_steps, steps=steps, **schedule)
-        for step in range(1, steps + 1)
-    ]
+    options = RunOptions(steps=steps, batch=1, warmup_steps=warmup_steps, lr=lr, min_lr=min_lr, **schedule)
+    return [learning_rate(step, options) for step in range(1, steps + 1)]
 
 
 def test_warm_up_is_linear_and_ends_at_the_full_rate() -> None:

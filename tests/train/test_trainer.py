@@ -85,9 +85,7 @@ def plain_losses(config: TrainConfig, weights: dict[str, torch.Tensor], start: i
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
-        lr = learning_rate(
-            step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
-        )
+        lr = learning_rate(step, options)
         with torch.no_grad():
             for parameter in model.parameters():
                 decay = options.weight_decay if parameter.dim() >= 2 else 0.0

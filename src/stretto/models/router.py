@@ -354,8 +354,9 @@ def update_biases(model: nn.Module) -> RoutingStatistics | None:
             router.expert_bias += router.options.bias_rate * (counts.sum() - experts * counts).sign().to(biases.dtype)
             biases[row] = router.expert_bias
     counts, dropped, losses = summed.split((experts, experts, 2), dim=1)
-    tokens = counts.sum(1, keepdim=True) / first.experts_per_token
-    return RoutingStatistics(tuple(name for name, _ in found), counts, dropped, losses / tokens.clamp(min=1), biases)
+    tokens = [own.sum() / router.experts_per_token for own, (_, router) in zip(counts, found, strict=True)]
+    losses = losses / torch.stack(tokens).clamp(min=1).unsqueeze(1)
+    return RoutingStatistics(tuple(name for name, _ in found), counts, dropped, losses, biases)
 
 
 def _statistics(router: Router) -> Tensor:

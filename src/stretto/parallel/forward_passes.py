@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stretto.parallel.capture import note_forward
 from stretto.parallel.comm.autograd import compiled_within, in_backward
-from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.collectives import find_spread
 from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.streams import current_stream
@@ -129,8 +129,8 @@ class RowsCheck:
     """Raises ValueError where ranks of x, y or context are given different rows, whose parts a forward pass would join.
 
     They would be under torch's DistributedSampler, which gives every rank rows of its own. A forward pre-hook of the
-    model: compares the inputs of the first pass with gradients, and of the first without, by two small all-reduces. In
-    a model with roles only integers (tokens, labels, masks): real numbers may be a rank's own features.
+    model: compares the inputs of the first pass with gradients, and of the first without, by small all-reduces. In a
+    model with roles only integers (tokens, labels, masks): real numbers may be a rank's own features.
     """
 
     def __init__(self, grid: Grid, *, has_roles: bool) -> None:
@@ -164,13 +164,8 @@ class RowsCheck:
             numbers = value.detach().flatten()
             numbers = numbers[:: max(1, -(-len(numbers) // len(place)))]
             place[: len(numbers)] = numbers
-        message.nan_to_num_()
-        lowest = message.clone()
         with not_counted():
-            for group in self._groups:
-                all_reduce(message, group, dist.ReduceOp.MAX)
-                all_reduce(lowest, group, dist.ReduceOp.MIN)
-        shapes, *spreads = (message - lowest).split([1, *map(len, places)])
+            shapes, *spreads = find_spread(message.nan_to_num_(), *self._groups).split([1, *map(len, places)])
         # What each GPU has computed of its rows itself may differ in the last bits.
         limits = [
             0.01 * float(place.abs().max()) * value.is_floating_point()
@@ -211,12 +206,9 @@ def warn_of_own_buffers(model: nn.Module, grid: Grid) -> None:
             return
         handle.remove()
         buffers = [model.get_buffer(name).detach().to(grid.device, torch.float64) for name in names]
-        lowest = torch.stack([buffer.sum() for buffer in buffers]).nan_to_num()
-        highest = lowest.clone()
         with not_counted():
-            all_reduce(highest, group, dist.ReduceOp.MAX)
-            all_reduce(lowest, group, dist.ReduceOp.MIN)
-        own = [name for name, differs in zip(names, (highest != lowest).tolist(), strict=True) if differs]
+            spread = find_spread(torch.stack([buffer.sum() for buffer in buffers]).nan_to_num(), group)
+        own = [name for name, differs in zip(names, spread.tolist(), strict=True) if differs]
         if own and dist.get_rank() == 0:
             warnings.warn(
                 f"{', '.join(own[:5])} of {type(model).__name__} differ between ranks after a forward pass: each of "

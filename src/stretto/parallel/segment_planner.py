@@ -70,17 +70,9 @@ class SegmentSavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         self.state_dict = everything
         items = [
-            WriteItem(
-                index=MetadataIndex(name, torch.Size(box.offsets)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=_chunk(box),
-                    properties=TensorProperties.create_from_tensor(everything[name].to_local()),
-                    size=everything[name].size(),
-                ),
-            )
-            for name, boxes in self.boxes.items()
-            for box in boxes
+            plan_write(name, _chunk(box), TensorProperties.create_from_tensor(whole.to_local()), whole.size())
+            for name, whole in everything.items()
+            for box in self.boxes.get(name, ())
         ]
         self.plan = dataclasses.replace(plan, items=[*plan.items, *items])
         return self.plan
@@ -127,6 +119,12 @@ class SegmentLoadPlanner(DefaultLoadPlanner):
         if index.fqn in self.boxes:
             return _values(self.state_dict[index.fqn], self.boxes[index.fqn], index)
         return super().lookup_tensor(index)
+
+
+def plan_write(name: str, chunk: ChunkStorageMetadata, properties: TensorProperties, size: torch.Size) -> WriteItem:
+    """The writing of one box of the tensor `name`, whose whole size this is."""
+    data = TensorWriteData(chunk=chunk, properties=properties, size=size)
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _boxes_by_name(state: Mapping[str, Any]) -> dict[str, list[Box]]:

@@ -25,7 +25,7 @@ from stretto.parallel.layout import GRAD, TensorOnGrid, check_is_sharded, has_la
 from stretto.parallel.low_precision_weights import share_copy
 from stretto.parallel.sharded_parameter import ParameterShard
 from stretto.parallel.state import state_of
-from stretto.train.config.options import RunOptions, Schedule
+from stretto.train.config.options import RunOptions
 
 logger = logging.getLogger(__name__)
 
@@ -245,16 +245,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def learning_rate(
-    step: int,
-    *,
-    lr: float,
-    min_lr: float,
-    warmup_steps: int,
-    steps: int,
-    schedule: Schedule = "cosine",
-    decay_steps: int | None = None,
-) -> float:
+def learning_rate(step: int, options: RunOptions) -> float:
     """The learning rate of `step` (the first is 1): linear warm-up to `lr`, then the schedule.
 
     schedule: "cosine" and "linear" decay to `min_lr` over all remaining steps; "wsd" (warm-up, stable, decay) keeps
@@ -263,25 +254,13 @@ def learning_rate(
     The last warm-up step and the first step after it use `lr` itself. A decay reaches `min_lr` after the last of
     `steps`, so no step is wasted at a rate of zero.
     """
-    if step <= warmup_steps:
-        return lr * (step / warmup_steps)
-    if schedule == "constant":
+    lr, begin, steps = options.lr, options.warmup_steps, options.steps
+    if step <= begin:
+        return lr * (step / begin)
+    if options.schedule == "constant":
         return lr
-    begin = warmup_steps
-    if schedule == "wsd":
-        begin = max(steps - (-(-steps // 10) if decay_steps is None else decay_steps), warmup_steps)
+    if options.schedule == "wsd":
+        begin = max(steps - (-(-steps // 10) if options.decay_steps is None else options.decay_steps), begin)
     progress = min(max(step - 1 - begin, 0) / max(steps - begin, 1), 1.0)
-    weight = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
-    return lr * weight + min_lr * (1.0 - weight)
-
-
-def scheduled_rate(step: int, options: RunOptions) -> float:
-    return learning_rate(
-        step,
-        lr=options.lr,
-        min_lr=options.min_lr,
-        warmup_steps=options.warmup_steps,
-        steps=options.steps,
-        schedule=options.schedule,
-        decay_steps=options.decay_steps,
-    )
+    weight = 0.5 * (1.0 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1.0 - progress
+    return lr * weight + options.min_lr * (1.0 - weight)

@@ -56,7 +56,7 @@ from stretto.train.observe.progress import Display, ProgressReporter, open_repor
 from stretto.train.observe.recorder import StepRecorder
 from stretto.train.observe.timeline import TRACE_FILE
 from stretto.train.observe.tracing import StepTracer, steps_to_trace
-from stretto.train.optimizer import scheduled_rate
+from stretto.train.optimizer import learning_rate
 from stretto.train.preflight import preflight
 from stretto.train.replicas import ReplicaCheck
 from stretto.train.stopping import StopRequest
@@ -299,7 +299,7 @@ def _train_steps(
     counted = min(start + 2, options.steps)
     bytes_sent: dict[str, int] = {}
     for step in range(start + 1, options.steps + 1):
-        lr = scheduled_rate(step, options)
+        lr = learning_rate(step, options)
         counting = count_collectives(task.grid) if step == counted else nullcontext()
         with tracer.step(step), counting as counts:
             loss, grad_norm = task.step(step, lr)

@@ -156,7 +156,7 @@ def note_what_starts() -> str:
     setup, events = Setup(1, 2, is_pushed=True), []
     copy, take, gather = (
         CopyEngineAllGather._copy_to_peers,
-        CopyEngineAllGather.take,
+        CopyEngineAllGather._wait_for,
         weight_gathering.start_gather_rows,
     )
 
@@ -170,7 +170,7 @@ def note_what_starts() -> str:
     with (
         mock.patch.object(copy_engine_gather, "CAST_AT_ONCE", 4),
         mock.patch.object(CopyEngineAllGather, "_copy_to_peers", lambda *each: note("c", copy, *each)),
-        mock.patch.object(CopyEngineAllGather, "take", note_take),
+        mock.patch.object(CopyEngineAllGather, "_wait_for", note_take),
         mock.patch.object(weight_gathering, "start_gather_rows", partial(note, "g", gather)),
     ):
         for _ in range(3):
@@ -729,7 +729,7 @@ def take_at_once() -> list[bool]:
             else:
                 taken = pushed.take(key, version, in_backward=False)
                 assert taken is not None
-                whole = taken.clone()
+                whole = taken.rows.clone()
             equal.append((whole, weight))
         pushed.end()
     last = equal[len(equal) // 2 :]
@@ -748,7 +748,7 @@ def take_on_streams() -> list[int]:
     setup = Setup(1, 2, is_pushed=True)
     pushed = setup.pushed
     assert pushed is not None
-    key, weight = next(iter(pushed._weights.items()))
+    key, weight = next(item for item in pushed._weights.items() if not item[1].is_table)
     waits: list[int] = []
     tiles = importlib.import_module("stretto.tiles")
     real, counts = tiles.rank_wait_all, []

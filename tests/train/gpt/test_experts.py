@@ -85,9 +85,7 @@ def train_plainly(
                 assert router.expert_bias is not None
                 router.expert_bias += 0.01 * (counts[number].mean() - counts[number]).sign()
         norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf)
-        lr = learning_rate(
-            step, lr=options.lr, min_lr=options.min_lr, warmup_steps=options.warmup_steps, steps=options.steps
-        )
+        lr = learning_rate(step, options)
         with torch.no_grad():
             for parameter in model.parameters():
                 decay = options.weight_decay if parameter.dim() >= 2 else 0.0

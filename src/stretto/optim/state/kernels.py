@@ -38,21 +38,10 @@ class _SGDNumbers(NamedTuple):
 
 
 @triton.jit
-def _upper_half(bits, is_nan):  # type: ignore[no-untyped-def]
-    """The bf16 bits of fp32 bits: rounded to the nearest, ties upwards (`master_weights`)."""
-    return tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16)
-
-
-@triton.jit
-def _join_halves(weight, low):  # type: ignore[no-untyped-def]
-    """The fp32 number of a bf16 number and its lower half."""
-    return ((weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _load_master(weight, master, at, there, IS_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if IS_SPLIT:
-        wide = _join_halves(tl.load(weight + at, mask=there, other=0), tl.load(master + at, mask=there, other=0))
+        upper = tl.load(weight + at, mask=there, other=0).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        wide = (upper + tl.load(master + at, mask=there, other=0).to(tl.int32)).to(tl.float32, bitcast=True)
     elif master is None:
         wide = tl.load(weight + at, mask=there, other=0)
     else:
@@ -66,7 +55,8 @@ def _store_master(wide, weight, master, at, there, IS_SPLIT: tl.constexpr):  # t
     if weight.dtype.element_ty == tl.bfloat16:
         bits = wide.to(tl.int32, bitcast=True)
         is_nan = wide != wide
-        upper = _upper_half(bits, is_nan)
+        # Rounded to the nearest, ties upwards (`master_weights`).
+        upper = tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16).to(tl.int16)
         tl.store(weight + at, upper.to(tl.bfloat16, bitcast=True), mask=there)
         if IS_SPLIT:
             tl.store(master + at, tl.where(is_nan, 0, bits - (upper.to(tl.int32) << 16)), mask=there)
@@ -119,20 +109,15 @@ def launch(
     nothing is updated. options: betas and eps.
     """
     beta1, beta2 = options["betas"]
-    launch_kernel(
-        _adamw_mixed,
-        triton.cdiv(weight.numel(), BLOCK),
-        _Numbers(weight, gradient, first, second, master),
-        corrections,
-        scale,
-        skip,
-        failed,
-        weight.numel(),
-        Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"]),
-        IS_SPLIT=master is not None and master.element_size() == 2,
-        BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )
+    decays = Decays(beta1, 1 - beta1, beta2, 1 - beta2, options["eps"])
+    numbers = _Numbers(weight, gradient, first, second, master)
+    _launch_update(_adamw_mixed, numbers, corrections, scale, skip, failed, weight.numel(), decays)
+
+
+def _launch_update(kernel: Any, numbers: _Numbers | _SGDNumbers, *arguments: Any) -> None:
+    blocks, master = triton.cdiv(numbers.weight.numel(), BLOCK), numbers.master
+    is_split = master is not None and master.element_size() == 2
+    launch_kernel(kernel, blocks, numbers, *arguments, IS_SPLIT=is_split, BLOCK=BLOCK, enable_fp_fusion=False)
 
 
 @triton.jit
@@ -169,40 +154,22 @@ def launch_sgd(
     buffer: fp32 momentum, None without. lr: fp32, 0-dim. options: momentum, and weight decay, which is added to the
     gradient.
     """
-    launch_kernel(
-        _sgd_mixed,
-        triton.cdiv(weight.numel(), BLOCK),
-        _SGDNumbers(weight, gradient, buffer, master),
-        lr,
-        scale,
-        skip,
-        failed,
-        weight.numel(),
-        *options,
-        IS_SPLIT=master is not None and master.element_size() == 2,
-        BLOCK=BLOCK,
-        enable_fp_fusion=False,
-    )
+    numbers = _SGDNumbers(weight, gradient, buffer, master)
+    _launch_update(_sgd_mixed, numbers, lr, scale, skip, failed, weight.numel(), *options)
 
 
 @triton.jit
 def _round(master, weight, low, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
-    wide = tl.load(master + at, mask=mask, other=0)
-    bits, is_nan = wide.to(tl.int32, bitcast=True), wide != wide
-    upper = _upper_half(bits, is_nan)
-    tl.store(weight + at, upper.to(tl.bfloat16, bitcast=True), mask=mask)
-    if low is not None:
-        tl.store(low + at, tl.where(is_nan, 0, bits - (upper.to(tl.int32) << 16)), mask=mask)
+    _store_master(tl.load(master + at, mask=mask, other=0), weight, low, at, mask, low is not None)
 
 
 @triton.jit
 def _join(weight, low, out, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
-    joined = _join_halves(tl.load(weight + at, mask=mask, other=0), tl.load(low + at, mask=mask, other=0))
-    tl.store(out + at, joined, mask=mask)
+    tl.store(out + at, _load_master(weight, low, at, mask, True), mask=mask)
 
 
 @triton.jit

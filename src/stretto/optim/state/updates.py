@@ -83,19 +83,51 @@ class Update(ABC):
         return
 
 
-class AdamWUpdate(Update):
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) that reads 16-bit gradients: one kernel on a GPU.
+class KernelUpdate(Update):
+    """An update that reads 16-bit gradients: one kernel on a GPU.
 
     On a CPU it takes tiles of `tile` elements, and each operation rounds separately, so that the bits of a result do
     not depend on where a range ends.
     """
+
+    tile: int
+    _settings: StepSettings | None = None
+
+    def apply(
+        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], *, history: int, segment: int
+    ) -> None:
+        settings = self._settings
+        assert settings is not None
+        if weight.is_cuda:
+            flags = {"skip": settings.skip, "failed": failures.find_flag(weight.device)}
+            self._launch(weight, gradient, state, history, segment, scale=settings.scale, **flags)
+        elif not settings.skip.item():
+            for first in range(0, weight.numel(), self.tile):
+                part = slice(first, first + self.tile)
+                own = {name: tensor[part] for name, tensor in state.items()}
+                master = open_master(weight[part], own)
+                self._step(master, gradient[part].to(torch.float32) * settings.scale, own, history, segment)
+                close_master(master, weight[part], own)
+
+    @abstractmethod
+    def _launch(
+        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], history: int, segment: int, **common: Any
+    ) -> None:
+        """Launch the kernel. common: its arguments `scale`, `skip` and `failed`."""
+
+    @abstractmethod
+    def _step(self, master: Tensor, gradient: Tensor, state: Mapping[str, Tensor], history: int, segment: int) -> None:
+        """Update fp32 weights and their state in place. gradient: fp32 and scaled; may be overwritten."""
+
+
+class AdamWUpdate(KernelUpdate):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2)."""
 
     slots: Mapping[str, torch.dtype] = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
 
     def __init__(self, *, betas: tuple[float, float], eps: float, tile: int = TILE) -> None:
         self.betas, self.eps, self.tile = betas, eps, tile
         self._corrections: dict[tuple[int, int], Tensor] = {}
-        self._settings: StepSettings | None = None
 
     def begin(self, settings: StepSettings, histories: Mapping[int, History], weight_decays: tuple[float, ...]) -> None:
         self._settings = settings
@@ -118,53 +150,31 @@ class AdamWUpdate(Update):
             rows = torch.stack((settings.lr / first_rest, second_rest.rsqrt(), left), dim=1).float()
             self._corrections |= {(history, segment): rows[at] for at, history in enumerate(histories)}
 
-    def apply(
-        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], *, history: int, segment: int
+    def _launch(
+        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], history: int, segment: int, **common: Any
     ) -> None:
-        assert self._settings is not None
+        from stretto.optim.state.kernels import launch  # imported here, since Triton comes with GPUs
+
+        moments, rest = (state["exp_avg"], state["exp_avg_sq"]), state.get(MASTER, state.get(LOW))
+        options = {"betas": self.betas, "eps": self.eps}
         corrections = self._corrections[history, segment]
-        if weight.is_cuda:
-            from stretto.optim.state.kernels import launch  # imported here, since Triton comes with GPUs
+        launch(weight, gradient, *moments, rest, corrections=corrections, options=options, **common)
 
-            launch(
-                weight,
-                gradient,
-                state["exp_avg"],
-                state["exp_avg_sq"],
-                state.get(MASTER, state.get(LOW)),
-                corrections=corrections,
-                scale=self._settings.scale,
-                skip=self._settings.skip,
-                failed=failures.find_flag(weight.device),
-                options={"betas": self.betas, "eps": self.eps},
-            )
-            return
-        if self._settings.skip.item():
-            return
-        for first in range(0, weight.numel(), self.tile):
-            part = slice(first, first + self.tile)
-            self._apply_tile(weight[part], gradient[part], {k: v[part] for k, v in state.items()}, corrections)
-
-    def _apply_tile(self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], corrections: Tensor) -> None:
-        assert self._settings is not None
-        step_size, root_scale, keep = corrections.unbind()
+    def _step(self, master: Tensor, gradient: Tensor, state: Mapping[str, Tensor], history: int, segment: int) -> None:
+        step_size, root_scale, keep = self._corrections[history, segment].unbind()
         (beta1, beta2), first, second = self.betas, state["exp_avg"], state["exp_avg_sq"]
-        wide = gradient.to(torch.float32) * self._settings.scale
-        master = open_master(weight, state)
-        first.mul_(beta1).add_(wide * (1 - beta1))
-        second.mul_(beta2).add_(wide.mul_(wide).mul_(1 - beta2))
+        first.mul_(beta1).add_(gradient * (1 - beta1))
+        second.mul_(beta2).add_(gradient.mul_(gradient).mul_(1 - beta2))
         denominator = second.sqrt().mul_(root_scale).add_(self.eps)
         master.mul_(keep).sub_((first * step_size).div_(denominator))
-        close_master(master, weight, state)
 
 
-class SGDUpdate(Update):
-    """SGD with momentum, as torch's (no dampening, no Nesterov), that reads 16-bit gradients: one kernel on a GPU."""
+class SGDUpdate(KernelUpdate):
+    """SGD with momentum, as torch's (no dampening, no Nesterov)."""
 
     def __init__(self, *, momentum: float, tile: int = TILE) -> None:
         self.momentum, self.tile = momentum, tile
         self.slots = {"momentum_buffer": torch.float32} if momentum else {}
-        self._settings: StepSettings | None = None
         self._lr: Tensor = torch.empty((), device="cpu")
         self._weight_decays: tuple[float, ...] = ()
 
@@ -174,38 +184,20 @@ class SGDUpdate(Update):
         for history in histories.values():
             history.has_state = bool(self.momentum)
 
-    def apply(
-        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], *, history: int, segment: int
+    def _launch(
+        self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor], history: int, segment: int, **common: Any
     ) -> None:
-        assert self._settings is not None
-        decay = self._weight_decays[segment]
-        if weight.is_cuda:
-            from stretto.optim.state.kernels import launch_sgd  # imported here, since Triton comes with GPUs
+        from stretto.optim.state.kernels import launch_sgd  # imported here, since Triton comes with GPUs
 
-            launch_sgd(
-                weight,
-                gradient,
-                state.get("momentum_buffer"),
-                state.get(MASTER, state.get(LOW)),
-                lr=self._lr,
-                scale=self._settings.scale,
-                skip=self._settings.skip,
-                failed=failures.find_flag(weight.device),
-                options=(self.momentum, decay),
-            )
-            return
-        if self._settings.skip.item():
-            return
-        for first in range(0, weight.numel(), self.tile):
-            part = slice(first, first + self.tile)
-            own = {name: tensor[part] for name, tensor in state.items()}
-            master = open_master(weight[part], own)
-            change = gradient[part].to(torch.float32) * self._settings.scale
-            change = change.add_(master * decay)
-            if self.momentum:
-                change = own["momentum_buffer"].mul_(self.momentum).add_(change)
-            master.sub_(change * self._lr)
-            close_master(master, weight[part], own)
+        buffer, rest = state.get("momentum_buffer"), state.get(MASTER, state.get(LOW))
+        options = self.momentum, self._weight_decays[segment]
+        launch_sgd(weight, gradient, buffer, rest, lr=self._lr, options=options, **common)
+
+    def _step(self, master: Tensor, gradient: Tensor, state: Mapping[str, Tensor], history: int, segment: int) -> None:
+        change = gradient.add_(master * self._weight_decays[segment])
+        if self.momentum:
+            change = state["momentum_buffer"].mul_(self.momentum).add_(change)
+        master.sub_(change * self._lr)
 
 
 class TiledUpdate(Update):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.memory import next_number, store_all_gather
-from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.collectives import find_spread
 from stretto.parallel.grid import Grid
 from stretto.parallel.precision import DTYPES
 
@@ -59,11 +59,7 @@ def check_ranks_agree(
     sums = [(p.sum(dtype=torch.float64), torch.linalg.vector_norm(p, dtype=torch.float64)) for p in real]
     flat = [float(value) for pair in sums for value in pair]
     flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
-    highest = torch.tensor(flat, dtype=torch.float64, device=grid.device)
-    lowest = highest.clone()
-    all_reduce(highest, group, dist.ReduceOp.MAX)
-    all_reduce(lowest, group, dist.ReduceOp.MIN)
-    spread = (highest - lowest).tolist()
+    spread = find_spread(torch.tensor(flat, dtype=torch.float64, device=grid.device), group).tolist()
     for index, (name, _) in enumerate(named):
         scale = 1.0 + abs(flat[2 * index + 1])
         if max(spread[2 * index : 2 * index + 2]) > 1e-6 * scale:

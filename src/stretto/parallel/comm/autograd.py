@@ -61,14 +61,10 @@ def not_compiled(function: Backward) -> Backward:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return (disabled if may_be_compiled() else function)(*args, **kwargs)
+        may_be_compiled = torch.compiler.is_dynamo_compiling() or _get_compiler() is not None  # it, or what it calls
+        return (disabled if may_be_compiled else function)(*args, **kwargs)
 
     return run  # type: ignore[return-value]
-
-
-def may_be_compiled() -> bool:
-    """True if a compiler traces this call, or may trace what it calls."""
-    return torch.compiler.is_dynamo_compiling() or _get_compiler() is not None
 
 
 _get_compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback

@@ -191,13 +191,19 @@ class CopyEngineAllGather:
         self._clear()
         self._is_stopped, self._is_wasted, self._is_copied = True, False, False
 
-    def take(self, key: object, version: Version | None, *, in_backward: bool) -> Tensor | None:
-        """The whole weight, [rows, ...]; None where this pass did not copy it, or where it has changed since.
+    def take(self, key: object, version: Version | None, *, in_backward: bool) -> GatheredWeight | None:
+        """The whole weight, [rows, ...]; None where this pass did not copy it, where it has changed since, and of a
+        table.
 
         version: of the shard now (None: of what is no single weight, and is never copied).
 
-        The next forward pass overwrites the tensor: with the same numbers, unless the parameter has changed.
+        The next forward pass overwrites the rows: with the same numbers, unless the parameter has changed.
         """
+        is_table = key in self._weights and self._weights[key].is_table
+        place = None if is_table else self._wait_for(key, version, in_backward=in_backward)
+        return None if place is None else GatheredWeight(place.whole, place.version, place.scale)
+
+    def _wait_for(self, key: object, version: Version | None, *, in_backward: bool) -> _Place | None:
         place = self._places.get(key)
         self._is_wasted |= in_backward and not self._is_step
         if place is None or place.version != version or not (self._is_open or in_backward):
@@ -213,31 +219,18 @@ class CopyEngineAllGather:
             if not place.awaited_on:
                 self._order.append(key)
             place.awaited_on.add(stream)
-        return place.whole
+        return place
 
     def find_parts(self, key: object, version: Version | None) -> TableParts | None:
-        """The parts of a table; None where `take` would give None."""
+        """The parts of a table; None where this pass did not copy it, or where it has changed since."""
         place = self._places.get(key)
         if place is None or place.addresses is None or in_backward():
             return None
-        own = self.take(key, version, in_backward=False)
-        return None if own is None else TableParts(place.addresses, own)
-
-    def version(self, key: object, whole: Tensor) -> Version | None:
-        """The version of the shard that `whole` was gathered from, if the next pass overwrites `whole`; else None."""
-        place = self._places.get(key)
-        return place.version if place is not None and place.whole is whole else None
-
-    def is_table(self, key: object) -> bool:
-        """True if this is a table, whose rows stay where they are."""
-        return key in self._weights and self._weights[key].is_table
-
-    def scale(self, key: object) -> Tensor | None:
-        """The scale of a weight that was copied in fp8."""
-        return self._places[key].scale
+        is_there = self._wait_for(key, version, in_backward=False) is not None
+        return TableParts(place.addresses, place.own) if is_there else None
 
     def was_overwritten(self, key: object, version: Version | None) -> bool:
-        """True if a later pass has overwritten a weight of this version, as `version` gave it, with other numbers."""
+        """True if a later pass has overwritten a weight of this version, as `take` gave it, with other numbers."""
         place = self._places.get(key)
         return version is not None and place is not None and place.version != version
 
@@ -348,10 +341,8 @@ class CopyEngineGatherer(WeightGatherer):
     def gather(self, key: object, parameter: Any) -> GatheredWeight:
         """The rows that copy engines have gathered in this pass, or else those that `others` gathers now."""
         version = version_of(parameter) if isinstance(parameter, Tensor) else None
-        whole = None if self.copies.is_table(key) else self.copies.take(key, version, in_backward=in_backward())
-        if whole is None:
-            return self.others.gather(key, parameter)
-        return GatheredWeight(whole, self.copies.version(key, whole), self.copies.scale(key))
+        taken = self.copies.take(key, version, in_backward=in_backward())
+        return self.others.gather(key, parameter) if taken is None else taken
 
     def find_parts(self, key: object, parameter: Tensor) -> TableParts | None:
         """The parts of a table, which all ranks have cast in this pass."""
@@ -391,9 +382,7 @@ def _place_table(
 
 
 def make_scatter_ring(group: dist.ProcessGroup) -> "ScatterRing":
-    from stretto.parallel.comm.copy_engine_scatter import (
-        ScatterRing,  # here: Triton may be missing where there are no GPUs
-    )
+    from stretto.parallel.comm.copy_engine_scatter import ScatterRing  # here: Triton may be missing without GPUs
 
     return ScatterRing(group)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from stretto.parallel.comm.kept_outputs import is_recomputed
-from stretto.parallel.comm.recorded_code import RecordedCode
+from stretto.parallel.comm.recorded_code import FREED, MODIFIED, RecordedCode
 
 _functions: "WeakValueDictionary[int, GraphFunction]" = WeakValueDictionary()
 _calls: "WeakValueDictionary[int, _GraphCall]" = WeakValueDictionary()
@@ -95,6 +95,10 @@ class GraphCode(GraphFunction):
     ) -> None:
         self.code = code
         self._register(keeps_inputs, *weights)
+
+    def run(self, shape: Sequence[int], *inputs: Tensor) -> Tensor:
+        """Run the code, which returns a tensor of this shape, as one operator of a graph if one is being traced."""
+        return self(shape, *inputs) if torch.compiler.is_compiling() else self.code(*inputs)
 
 
 def new_number() -> Tensor:
@@ -193,15 +197,9 @@ class _FunctionCall(_GraphCall):
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
         """The saved tensors, until a backward pass frees the graph."""
         if len(self._saved) < len(self._versions):
-            raise RuntimeError(
-                "a second backward pass goes through a compiled module, whose first one has freed what it saved: pass "
-                "retain_graph=True to the first"
-            )
+            raise RuntimeError(FREED)
         if _versions_of(self._saved) != self._versions:
-            raise RuntimeError(
-                "a weight of a compiled module has been modified by an inplace operation between its forward and its "
-                "backward pass: take the backward pass first"
-            )
+            raise RuntimeError(MODIFIED)
         found = tuple(self._inputs[each] if isinstance(each, int) else each for each in self._saved)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self._saved = []

@@ -13,7 +13,7 @@ not save anything that autograd waits for.
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -112,9 +112,13 @@ class _Pass(AbstractContextManager["_Pass"]):
         self.position = 0
         self.run = object()
         self._before, _running.current = _running.current, self
+        if self.mode.kind == "products":
+            self._products = _KeepProducts().__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        if self.mode.kind == "products":
+            self._products.__exit__(*error)
         _running.current = self._before
 
     def keep(self, name: str, make: Callable[[], T]) -> T:
@@ -158,22 +162,6 @@ class _KeepProducts(SelectiveMode):
         return running.keep("product", partial(func, *args, **(kwargs or {})))
 
 
-class _PassWithProducts(AbstractContextManager[None]):
-    """A pass, inside of which a dispatch mode sees the products."""
-
-    def __init__(self, running: _Pass) -> None:
-        self._pass = running
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(self._pass)
-            stack.enter_context(_KeepProducts())
-            self._entered = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.__exit__(*error)
-
-
 def recomputation_contexts(mode: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of a function's forward pass and of its recomputation, in a mode of `parallelize(recompute=...)`.
 
@@ -182,10 +170,7 @@ def recomputation_contexts(mode: str) -> tuple[AbstractContextManager[Any], Abst
     "communication"))`. Raises ValueError for an unknown mode.
     """
     recomputation, outputs = Recomputation.parse(mode), list[_Output]()
-    passes = [_Pass(recomputation, outputs, is_again=is_again) for is_again in (False, True)]
-    if recomputation.kind == "products":
-        return _PassWithProducts(passes[0]), _PassWithProducts(passes[1])
-    return passes[0], passes[1]
+    return _Pass(recomputation, outputs, is_again=False), _Pass(recomputation, outputs, is_again=True)
 
 
 def is_recomputed() -> bool:

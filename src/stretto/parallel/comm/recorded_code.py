@@ -15,6 +15,15 @@ from torch._C import DispatchKey
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+FREED = (
+    "a second backward pass goes through a compiled module, whose first one has freed what it saved: pass "
+    "retain_graph=True to the first"
+)
+MODIFIED = (
+    "a weight of a compiled module has been modified by an inplace operation between its forward and its backward "
+    "pass: take the backward pass first"
+)
+
 
 class SavedView(NamedTuple):
     """A view of a tensor that has a number, in place of which autograd saves where it lies."""
@@ -59,10 +68,7 @@ class _SavingHooks:
             whole = self._inputs[saved.number]
             return whole.as_strided(saved.size, saved.stride, int(whole.storage_offset()) + saved.offset)
         if saved.version is not None and saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "a weight of a compiled module has been modified by an inplace operation between its forward and its "
-                "backward pass: take the backward pass first"
-            )
+            raise RuntimeError(MODIFIED)
         return saved.tensor
 
 
@@ -107,10 +113,7 @@ class RecordedCode:
     def differentiate(self, inputs: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
         """The inputs' gradients from the output's, None for what has none. Frees the record if autograd would."""
         if not self._nodes:
-            raise RuntimeError(
-                "a second backward pass goes through a compiled module, whose first one has freed what it saved: pass "
-                "retain_graph=True to the first"
-            )
+            raise RuntimeError(FREED)
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         nodes = [*self._nodes] if keeps else self._nodes
         root = nodes[-1]  # owns the others while they run

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from stretto.axes import BATCH, LOSS, REPLICAS, SHARDS, check_sizes
-from stretto.cluster.two_level import ALGORITHMS, LEVELED
+from stretto.cluster.two_level import ALGORITHMS, LEVELED, Collective
 from stretto.collectives.two_level import Levels, Nodes, TwoLevelGroup, Work, exchange_hosts, name_nodes
 from stretto.execution import TwoLevel
 
@@ -47,28 +47,26 @@ class TwoLevels:
             grid.two_levels[mode] = cls(_make_groups(grid, mode))
         return grid.two_levels[mode]
 
+    def _find(self, kind: Collective, payload: Tensor, group: dist.ProcessGroup) -> TwoLevelGroup | None:
+        two = self.groups.get(group.group_name)
+        return None if two is None or two.choose(kind, payload) == "flat" else two
+
     def all_gather(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> Work | None:
         """Begin to gather each rank's `input` into `output`, in rank order."""
-        two = self.groups.get(group.group_name)
-        if two is None or two.choose("all_gather", input) == "flat":
-            return None
-        return two.all_gather(output, input, async_op=True)
+        two = self._find("all_gather", input, group)
+        return None if two is None else two.all_gather(output, input, async_op=True)
 
     def reduce_scatter(
         self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
     ) -> Work | None:
         """Begin to reduce all ranks' `input`, and to leave this rank's part in `output`."""
-        two = self.groups.get(group.group_name)
-        if two is None or two.choose("reduce_scatter", output) == "flat":
-            return None
-        return two.reduce_scatter(output, input, op, async_op=True)
+        two = self._find("reduce_scatter", output, group)
+        return None if two is None else two.reduce_scatter(output, input, op, async_op=True)
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> Work | None:
         """Begin to reduce all ranks' `tensor` in place."""
-        two = self.groups.get(group.group_name)
-        if two is None or two.choose("all_reduce", tensor) == "flat":
-            return None
-        return two.all_reduce(tensor, op, async_op=True)
+        two = self._find("all_reduce", tensor, group)
+        return None if two is None else two.all_reduce(tensor, op, async_op=True)
 
     def close(self) -> None:
         """Wait for all that was started; the library runs whatever comes then."""

@@ -56,6 +56,17 @@ def _make_mask(documents: Tensor | None) -> Mask:
     return Mask(True, None, None if documents is None else tuple(documents.tolist()))
 
 
+def bind_by_name(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model's forward by their names, also those that it collects by name. ValueError for others."""
+    given = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL and given.pop(name, None):
+            raise ValueError(f"give the arguments of the model's forward by name: it collects others in *{name}")
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    return given
+
+
 class _SequenceBatch(NamedTuple):
     """A batch's layout and documents. name: of the argument that has the tokens."""
 
@@ -161,7 +172,7 @@ class SequenceParts:
 
         Raises ValueError for arguments that cannot be cut.
         """
-        given = self._bind(args, kwargs)
+        given = bind_by_name(self._signature, args, kwargs)
         name, layout, documents, begins = self._arrange(model, given)
         rows, length = given[name].shape[:2]
         labels = given.get("labels")
@@ -238,14 +249,6 @@ class SequenceParts:
                 "document, or install them"
             )
         return self.cut(begins)
-
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        bound = self._signature.bind(*args, **kwargs)
-        given = dict(bound.arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
-        return given
 
     def check_documents(self, model: nn.Module) -> None:
         """Raise ValueError after a forward pass if attention has never got the documents that the model was given."""

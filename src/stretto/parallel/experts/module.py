@@ -207,10 +207,10 @@ class ParallelExperts(ShardedModule):
             y = self._multiply_few(x, top_k_weights, top_k_index, self.few_tokens)
             return note_features(y.view(hidden.shape), "y")
         if self.can_start:
-            started = _run(self._start_in_graphs, (1,), *inputs) if started is None else started
+            started = self._start_in_graphs.run((1,), *inputs) if started is None else started
             # A compiler keeps the tokens' memory until this has read it. Their gradients go by `started`.
             inputs = started, x.detach()
-        y = _run(self.in_graphs, x.shape, *inputs, *self._biases())
+        y = self.in_graphs.run(x.shape, *inputs, *self._biases())
         return note_features(y.view(hidden.shape), "y")
 
     def start(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ class ParallelExperts(ShardedModule):
         """
         x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
         with mark_experts():
-            return _run(self._start_in_graphs, (1,), x, top_k_weights, top_k_index)
+            return self._start_in_graphs.run((1,), x, top_k_weights, top_k_index)
 
     def _take_part(self, x: Tensor, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens, weights and choices that this rank sends."""
@@ -401,8 +401,3 @@ class ParallelExperts(ShardedModule):
     def extra_repr(self) -> str:
         shapes = [(name, tuple(p.shape), tuple(local(p).shape)) for name, p in self.named_parameters(recurse=False)]
         return ", ".join(f"{name}={whole} of which {here} here" for name, whole, here in shapes)
-
-
-def _run(code: GraphCode, shape: Sequence[int], *inputs: Tensor) -> Tensor:
-    """Run code that returns a tensor of this shape, as one operator of a graph that is being traced."""
-    return code(shape, *inputs) if torch.compiler.is_compiling() else code.code(*inputs)

@@ -20,9 +20,8 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.layout import Version, local, version_of
 from stretto.parallel.low_precision_weights import cast
 
-_SCALE_GRAIN = (
-    4  # each weight's scales begin at a multiple of so many: `align_scales` would copy others in each product
-)
+# Each weight's scales begin at a multiple of so many: `align_scales` would copy others in each product.
+_SCALE_GRAIN = 4
 
 
 @dataclass(eq=False)

@@ -32,9 +32,7 @@ class _VocabularyLookup(torch.autograd.Function):
     ) -> Tensor:
         parts = weight.find_parts(parameter)
         if parts is not None:
-            from stretto.ops.embedding.move_rows import (
-                look_up_rows,  # here: Triton may be missing where there are no GPUs
-            )
+            from stretto.ops.embedding.move_rows import look_up_rows  # here: Triton may be missing without GPUs
 
             found = look_up_rows(ids, parts.addresses, first_row, weight.rows, parts.own)
         else:

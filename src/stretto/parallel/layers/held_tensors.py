@@ -132,4 +132,4 @@ def _sums(tensors: Sequence[Tensor], numbers: Sequence[int]) -> Tensor:
     for number in numbers:
         rows = tensors[number].detach().reshape(*(tensors[number].shape[:1] or (1,)), -1).sum(1, dtype=torch.float64)
         found.append(rows @ torch.arange(1, len(rows) + 1, dtype=rows.dtype, device=rows.device))
-    return torch.stack(found) if found else torch.zeros(0, device="cpu")
+    return torch.stack(found)

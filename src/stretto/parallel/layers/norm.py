@@ -176,8 +176,7 @@ class ParallelNorm(ShardedModule):
             weight = weight + self.weight_offset
         if is_split:
             present = [each for each in (weight, bias) if each is not None]
-            y = self.in_graphs(x.shape, x, *present) if torch.compiler.is_compiling() else self._normalize(x, *present)
-            return note_features(y, self.axis)
+            return note_features(self.in_graphs.run(x.shape, x, *present), self.axis)
         shape = x.shape[-1:]
         weight = None if weight is None else weight.to(x.dtype)
         bias = None if bias is None else bias.to(x.dtype)

@@ -52,8 +52,8 @@ def route_whole_features(
     scales = forward_scales(places, gradients)
 
     ranks = over_y.size()
-    gather_in_graphs = GraphCode(lambda part: gather_features(part, part.shape[-1] * ranks, over_y))
-    sum_in_graphs = GraphCode(lambda factor: sum_gradient(factor, over_y))
+    gathered = GraphCode(lambda part: gather_features(part, part.shape[-1] * ranks, over_y))
+    summed_back = GraphCode(lambda factor: sum_gradient(factor, over_y))
 
     @functools.wraps(forward)
     def on_whole_features(*args: Any, **kwargs: Any) -> Any:
@@ -63,15 +63,11 @@ def route_whole_features(
             check_features(args[0], "y", name)
         hidden = precision.cast(args[0])
         if ranks > 1:
-            shape = (*hidden.shape[:-1], hidden.shape[-1] * ranks)
-            is_traced = torch.compiler.is_compiling()
-            hidden = gather_in_graphs(shape, hidden) if is_traced else gather_features(hidden, shape[-1], over_y)
+            hidden = gathered.run((*hidden.shape[:-1], hidden.shape[-1] * ranks), hidden)
         with tensors_in(places, of_parameters, scales, gradients):
             found = forward(hidden, *args[1:], **kwargs)
         is_factor = isinstance(found, Tensor) and found.shape[-1] == 1
-        if not is_factor or ranks == 1:
-            return found
-        return sum_in_graphs(found.shape, found) if torch.compiler.is_compiling() else sum_gradient(found, over_y)
+        return summed_back.run(found.shape, found) if is_factor and ranks > 1 else found
 
     if counts_tokens:
         count_over_ranks(module, gradients, tokens, overlaps=overlaps)

@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stretto.parallel.comm.autograd import once_differentiable
-from stretto.parallel.comm.collectives import gather_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
 from stretto.parallel.comm.graph_functions import GraphFunction
-from stretto.parallel.comm.kept_outputs import keep_output
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.local_tensors import LocalTensors, TakeGradient
+from stretto.parallel.layers.token_shards import CutPart, GatherPart
 from stretto.parallel.layout import has_layout, layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
 from stretto.parallel.segment_planner import refuse_default_planners
@@ -267,47 +265,12 @@ def check_features(x: Tensor, axis: str, name: str) -> None:
         )
 
 
-class _GatherFeatures(torch.autograd.Function):
-    """[..., part] -> [..., features]. Every rank then computes the same, so each keeps its part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
-        first = -(-features // group.size()) * group.rank()
-        ctx.part = slice(first, first + part.shape[-1])
-
-        def gather() -> Tensor:
-            return gather_rows(part.movedim(-1, 0).contiguous(), features, group).movedim(0, -1)
-
-        return keep_output("gathered features", gather)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient[..., ctx.part].contiguous(), None, None
-
-
-class _CutFeatures(torch.autograd.Function):
-    """[..., features] -> [..., part], of features that every rank has computed: the reverse of `_GatherFeatures`."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, ctx.features = group, whole.shape[-1]
-        size = whole.shape[-1] // group.size()
-        return whole.narrow(-1, group.rank() * size, size).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows = gather_rows(gradient.movedim(-1, 0).contiguous(), ctx.features, ctx.group)
-        return rows.movedim(0, -1).contiguous(), None
-
-
 def gather_features(part: Tensor, features: int, group: dist.ProcessGroup) -> Tensor:
     """All features [..., features] of which each rank has a part, as torch.chunk cuts them; all ranks then compute the
     same."""
-    return _GatherFeatures.apply(part, features, group)
+    return GatherPart.apply(part, features, -1, group, "gathered features")
 
 
 def cut_features(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of features that all ranks have computed alike, and whose number the group divides."""
-    return _CutFeatures.apply(whole, group)
+    return CutPart.apply(whole, -1, group)

@@ -188,38 +188,51 @@ def own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
 
 def cut_tokens(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of what all ranks of the group have; they all get the whole gradient."""
-    return _CutTokens.apply(whole, group)
+    return CutPart.apply(whole, 0, group)
 
 
 def gather_tokens(part: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
     """The reverse of `cut_tokens`: [tokens, ...] on every rank. Its gradient must be the same on all of them."""
-    return _GatherTokens.apply(part, tokens, group)
+    return GatherPart.apply(part, tokens, 0, group, "gathered tokens")
 
 
-class _CutTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.tokens, ctx.group = whole.shape[0], group
-        return whole[own_tokens(whole.shape[0], group)].clone()
+class CutPart(torch.autograd.Function):
+    """This rank's part of a dim of what all ranks of a group have; they all get the whole gradient."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gather_rows(gradient.contiguous(), ctx.tokens, ctx.group), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.own = own_tokens(tokens, group)
-
-        def gather() -> Tensor:
-            rows = gather_rows(part, tokens, group)
-            return rows.clone() if rows._is_view() else rows  # autograd forbids writes to a Function's view
-
-        return keep_output("gathered tokens", gather)
+    def forward(ctx: Any, whole: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.size, ctx.dim, ctx.group = whole.shape[dim], dim, group
+        own = own_tokens(ctx.size, group)
+        return whole.narrow(dim, own.start, own.stop - own.start).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient[ctx.own].contiguous(), None, None
+        return _gather(gradient, ctx.size, ctx.dim, ctx.group).contiguous(), None, None
+
+
+class GatherPart(torch.autograd.Function):
+    """The reverse of `CutPart`: a dim of this size. All ranks compute the same with it, so each keeps its part of the
+    gradient. name: as what recomputation keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, size: int, dim: int, group: dist.ProcessGroup, name: str) -> Tensor:
+        ctx.own, ctx.dim = own_tokens(size, group), dim
+
+        def gather() -> Tensor:
+            whole = _gather(part, size, dim, group)
+            return whole.clone() if not dim and whole._is_view() else whole  # autograd forbids writes to a view
+
+        return keep_output(name, gather)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        own = gradient.narrow(ctx.dim, ctx.own.start, ctx.own.stop - ctx.own.start)
+        return own.contiguous(), None, None, None, None
+
+
+def _gather(part: Tensor, size: int, dim: int, group: dist.ProcessGroup) -> Tensor:
+    if not dim:
+        return gather_rows(part, size, group)
+    return gather_rows(part.movedim(dim, 0).contiguous(), size, group).movedim(0, dim)

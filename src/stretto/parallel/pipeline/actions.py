@@ -3,8 +3,8 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ class _InFlight:
     ends: list[Tensor | GradientEdge | None]
 
 
+@dataclass
 class PipelineStep:
     """Input of a step: the arguments of each micro-batch, and the parts of its loss.
 
@@ -65,24 +66,15 @@ class PipelineStep:
     each micro-batch's loss in that of the batch.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[dict[str, Any]],
-        rows: int,
-        size: int,
-        *,
-        targets: Sequence[Tensor] | None,
-        has_divisor: bool,
-    ) -> None:
-        self.targets = targets
-        self.has_divisor = has_divisor
-        self.calls = calls
-        self.rows = rows
-        self.size = size
-        self.weights: Sequence[Any] = [1 / len(calls)] * len(calls)
-        self.losses: list[Tensor] = []
-        self.in_flight: dict[tuple[int, int], _InFlight] = {}
-        self.deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
+    calls: Sequence[dict[str, Any]]
+    rows: int
+    size: int
+    targets: Sequence[Tensor] | None
+    has_divisor: bool
+    weights: Sequence[Any]
+    losses: list[Tensor] = field(default_factory=list)
+    in_flight: dict[tuple[int, int], _InFlight] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], list[Callable[[], None]]] = field(default_factory=dict)
 
     @property
     def micro_batches(self) -> int:
@@ -184,16 +176,12 @@ class ActionRunner:
         yield
         self.waited += time.perf_counter() - began
 
-    @contextmanager
-    def _of_stage(self, stage: int, micro_batch: int | None) -> Iterator[None]:
+    def _of_stage(self, stage: int, micro_batch: int | None) -> AbstractContextManager[None]:
         """Note whose weights are gathered, and which rows of the batch dropout sees."""
         if self.gatherer is not None:
             self.gatherer.stage = stage
-        if micro_batch is None:
-            yield
-            return
-        with micro_batch_of(self.model, self.step.rows, micro_batch * self.step.size):
-            yield
+        first = 0 if micro_batch is None else micro_batch * self.step.size
+        return nullcontext() if micro_batch is None else micro_batch_of(self.model, self.step.rows, first)
 
     def _take_message(self, operation: Literal["F", "B"], stage: int, number: int, source: int) -> list[Tensor | None]:
         with self._waiting():

@@ -133,7 +133,8 @@ class GlooTransport(MessageTransport):
                 sends.append((_LEAD, parts.pop(lead)))
             else:
                 sends.append((_LEAD, torch.zeros(1, dtype=torch.uint8, device="cpu")))
-        first = torch.empty(_size_of_first(inline, layouts, packed.numel()), dtype=torch.uint8, device="cpu")
+        ends = [start + layouts[index].num_bytes for index, start in inline.items()]  # type: ignore[union-attr]
+        first = torch.empty(max([packed.numel(), *ends]), dtype=torch.uint8, device="cpu")
         first[: packed.numel()] = packed
         for index, start in inline.items():
             data = as_bytes(tensors[index])  # type: ignore[arg-type]
@@ -340,11 +341,6 @@ def _place(layouts: tuple[TensorLayout | None, ...], header_bytes: int) -> tuple
 
 def _find_lead(layouts: tuple[TensorLayout | None, ...], others: list[int]) -> int | None:
     return max(others, key=lambda index: layouts[index].num_bytes, default=None)  # type: ignore[union-attr]
-
-
-def _size_of_first(inline: dict[int, int], layouts: tuple[TensorLayout | None, ...], header_bytes: int) -> int:
-    ends = [start + layouts[index].num_bytes for index, start in inline.items()]  # type: ignore[union-attr]
-    return max([header_bytes, *ends])
 
 
 def _close_connections(gloo: Any, rank: int, size: int) -> None:

@@ -14,7 +14,7 @@ from stretto.execution import IGNORED_TARGET
 from stretto.huggingface.loss import calls_loss_function, compares_with_next
 from stretto.huggingface.pretrained_model import is_pretrained_model
 from stretto.parallel.comm.collectives import all_reduce
-from stretto.parallel.context.sequence_parts import SequenceParts
+from stretto.parallel.context.sequence_parts import SequenceParts, bind_by_name
 from stretto.parallel.grid import Grid
 from stretto.parallel.pipeline.actions import PipelineStep
 from stretto.parallel.pipeline.activations import tensors_of
@@ -42,7 +42,7 @@ class BatchCutter:
 
     def cut(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> PipelineStep:
         """Cut the arguments of the model's forward, for this rank's rows. ValueError for rows that cannot be."""
-        given = self._bind(args, kwargs)
+        given = bind_by_name(self._signature, args, kwargs)
         rows = next((tensor.shape[0] for tensor in tensors_of(given) if tensor.dim()), None)
         if rows is None:
             raise ValueError("step takes the arguments of the model's forward, and none of them is a tensor with rows")
@@ -60,17 +60,7 @@ class BatchCutter:
         name = next((name for name in _TARGETS if _has_rows(given.get(name), rows)), None)
         targets = None if name is None else [call[name] for call in calls]
         has_divisor = any(given.get(name) is not None for name in _DIVISORS)
-        return PipelineStep(calls, rows, size, targets=targets, has_divisor=has_divisor)
-
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        bound = self._signature.bind(*args, **kwargs)
-        given = dict(bound.arguments)
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL and given.pop(name, None):
-                raise ValueError(f"give the arguments of the model's forward by name: it collects others in *{name}")
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given |= given.pop(name, {})
-        return given
+        return PipelineStep(calls, rows, size, targets, has_divisor, weights=[1 / len(calls)] * len(calls))
 
     def weigh(self, step: PipelineStep) -> None:
         """Find the factor of each micro-batch's loss in that of the batch.

@@ -127,7 +127,9 @@ class Pipeline:
             if isinstance(transport, MessageTransport)
             else make_transport(grid.group("pipe"), grid.device, transport)
         )
-        self._rank = StageRank(model, self.stages, self._transport, reducer, _find_gatherer(model, self.stages.count))
+        gatherer = state.weight_gatherer if self.stages.count > 1 else None
+        gatherer = gatherer if isinstance(gatherer, StepGatherer) else None  # it keeps a stage's weights for a step
+        self._rank = StageRank(model, self.stages, self._transport, reducer, gatherer)
         self._with_losses = [module for module in model.modules() if hasattr(module, "loss_scale")]
 
     @property
@@ -390,9 +392,3 @@ class Pipeline:
                 if ranks[source] != self.stages.rank:
                     expected[ranks[source]] = expected.get(ranks[source], 0) + micro_batches
         return expected
-
-
-def _find_gatherer(model: nn.Module, stages: int) -> StepGatherer | None:
-    """The gatherer that keeps a stage's weights for a step; None where they are not kept."""
-    gatherer = require_state(model, "Pipeline").weight_gatherer
-    return gatherer if stages > 1 and isinstance(gatherer, StepGatherer) else None

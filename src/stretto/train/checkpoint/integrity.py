@@ -109,13 +109,12 @@ def seal(text: bytes) -> bytes:
     return _with_checksum(text, match, f"{zlib.crc32(text):08x}".encode())
 
 
-def check_seal(text: bytes) -> tuple[str, str] | None:
-    """Compare a text with the checksum in it. Returns None if they agree, else the expected and the found value."""
-    match = _OWN_CHECKSUM.search(text)
-    if match is None:
-        return "a checksum", "none"
-    found = zlib.crc32(_with_checksum(text, match, _NONE))
-    return None if int(match[1], 16) == found else (to_text(int(match[1], 16)), to_text(found))
+def check_seal(text: bytes) -> str:
+    """Compare a text with the checksum in it. Returns how they differ, in words; empty if they agree."""
+    expected, found = "a checksum", "none"
+    if (match := _OWN_CHECKSUM.search(text)) is not None:
+        expected, found = to_text(int(match[1], 16)), to_text(zlib.crc32(_with_checksum(text, match, _NONE)))
+    return "" if expected == found else f"checksum differs: {expected} expected, {found} found"
 
 
 def _with_checksum(text: bytes, match: "re.Match[bytes]", digits: bytes) -> bytes:

@@ -212,14 +212,14 @@ def parse_metadata(file: Path, text: bytes) -> CheckpointMetadata:
     except (ValueError, RecursionError) as error:  # thousands of brackets
         raise DamagedError(f"{file} is damaged: {error}") from error
     version = content.get("format") if isinstance(content, dict) else None
-    differs = None if version == WITHOUT_CHECKSUMS else check_seal(text)
+    differs = "" if version == WITHOUT_CHECKSUMS else check_seal(text)
     if type(version) is not int or version not in (WITHOUT_CHECKSUMS, FORMAT_VERSION):
-        raise (ValueError if differs is None else DamagedError)(
+        raise (DamagedError if differs else ValueError)(
             f"{file} has checkpoint format {version!r}, and this version of Stretto reads {WITHOUT_CHECKSUMS} and "
-            f"{FORMAT_VERSION}{'' if differs is None else '; or it is damaged'}"
+            f"{FORMAT_VERSION}{'; or it is damaged' if differs else ''}"
         )
-    if differs is not None:
-        raise DamagedError(f"{file} is damaged: its checksum differs: {differs[0]} expected, {differs[1]} found")
+    if differs:
+        raise DamagedError(f"{file} is damaged: its {differs}")
     try:
         metadata = CheckpointMetadata.model_validate(content)
     except ValidationError as error:

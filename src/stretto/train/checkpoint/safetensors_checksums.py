@@ -112,11 +112,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         if len(prefix) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise DamagedError(f"{file} cannot be read as safetensors: its header would have {length} bytes")
         header = opened.read(length)
-    if _MARK in header and (differs := check_seal(prefix + header)) is not None:
-        raise DamagedError(
-            f"{file} is damaged: header, bytes 0 to {8 + length}: the checksum differs: {differs[0]} expected, "
-            f"{differs[1]} found"
-        )
+    if _MARK in header and (differs := check_seal(prefix + header)):
+        raise DamagedError(f"{file} is damaged: header, bytes 0 to {8 + length}: the {differs}")
     try:
         content = json.loads(header)
         about = content.pop("__metadata__", None) or {}
@@ -151,5 +148,5 @@ def seal_index(index: dict[str, Any]) -> bytes:
 
 def require_sealed_index(file: Path, text: bytes) -> None:
     """Raise DamagedError for an index of several files that is not what Stretto wrote; one of others passes."""
-    if _MARK in text and (differs := check_seal(text)) is not None:
-        raise DamagedError(f"{file} is damaged: its checksum differs: {differs[0]} expected, {differs[1]} found")
+    if _MARK in text and (differs := check_seal(text)):
+        raise DamagedError(f"{file} is damaged: its {differs}")

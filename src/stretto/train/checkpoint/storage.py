@@ -28,19 +28,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
 
 from stretto.counters import advance
+from stretto.parallel.segment_planner import plan_write
 from stretto.train.checkpoint.integrity import DamagedError
 from stretto.train.checkpoint.metadata import CheckpointMetadata, TensorEntry
 from stretto.train.checkpoint.pieces import MemoryFile, StoredPiece, read_ahead, read_piece
@@ -98,21 +91,12 @@ class StateSavePlanner(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(name, box.offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=box.chunk(),
-                        properties=TensorProperties(dtype=box.values.dtype),
-                        size=torch.Size(state.shape),
-                    ),
-                )
-                for name, state in self.state_dict.items()
-                for box in state.boxes
-            ]
-        )
+        items = [
+            plan_write(name, box.chunk(), TensorProperties(dtype=box.values.dtype), torch.Size(state.shape))
+            for name, state in self.state_dict.items()
+            for box in state.boxes
+        ]
+        self.plan = SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:

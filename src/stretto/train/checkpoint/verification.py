@@ -95,7 +95,7 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
         damage = Damage(METADATA_FILE, None, 0, 0, "it is missing: the checkpoint is not complete")
         return VerificationResult(path, "checkpoint", damages=[damage])
     result = VerificationResult(path, "checkpoint")
-    with _finding_unreadable(result, file.name):
+    with _finding_damage(result, file):
         try:
             metadata = parse_metadata(file, read_bounded(file, MAX_METADATA_BYTES, "a checkpoint's index"))
         except ValueError as error:
@@ -107,7 +107,7 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
     if metadata.format == WITHOUT_CHECKSUMS:
         result.unverified.append(f"{METADATA_FILE} and {INDEX_FILE}, of which format 1 has no checksums")
     else:
-        with _finding_unreadable(result, file.name):
+        with _finding_damage(result, file):
             result.bytes += file.stat().st_size
     for name, stored in metadata.files.items():
         _verify_file(result, name, stored.bytes, stored.checksum)
@@ -120,12 +120,8 @@ def _verify_checkpoint(path: Path) -> VerificationResult:
 def _verify_torch_folder(path: Path) -> VerificationResult:
     """Verify what torch.distributed.checkpoint has written, by the CRCs in the containers of its files."""
     result = VerificationResult(path, "folder of torch.distributed.checkpoint")
-    with _finding_unreadable(result, INDEX_FILE):
-        try:
-            pieces = read_pieces(path)
-        except DamagedError as error:
-            size = (path / INDEX_FILE).stat().st_size
-            result.damages.append(Damage(INDEX_FILE, None, 0, size, str(error)))
+    with _finding_damage(result, path / INDEX_FILE):
+        pieces = read_pieces(path)
     if result.damages:
         return result
     result.tensors = len({piece.tensor for piece in pieces})
@@ -136,14 +132,18 @@ def _verify_torch_folder(path: Path) -> VerificationResult:
 
 
 @contextmanager
-def _finding_unreadable(result: VerificationResult, name: str) -> Iterator[None]:
-    """Note a file as damaged if it cannot be read in the block: the disk has lost its bytes, or it was deleted."""
+def _finding_damage(result: VerificationResult, file: Path) -> Iterator[None]:
+    """Note a file as damaged if the block finds it so, or cannot read it: the disk has lost its bytes, or it was
+    deleted."""
     try:
-        yield
+        try:
+            yield
+        except DamagedError as error:
+            result.damages.append(Damage(file.name, None, 0, file.stat().st_size, str(error)))
     except PermissionError:
         raise
     except OSError as error:
-        result.damages.append(Damage(name, None, 0, 0, _cannot_be_read(error)))
+        result.damages.append(Damage(file.name, None, 0, 0, _cannot_be_read(error)))
 
 
 def _cannot_be_read(error: OSError) -> str:
@@ -152,7 +152,7 @@ def _cannot_be_read(error: OSError) -> str:
 
 def _verify_file(result: VerificationResult, name: str, size: int, checksum: str) -> None:
     file = result.path / name
-    with _finding_unreadable(result, name):
+    with _finding_damage(result, file):
         there = file.stat().st_size if file.is_file() else None
         if there != size:
             found = "it is missing" if there is None else f"it has {there} bytes of {size}"
@@ -178,7 +178,7 @@ def _verify_pieces(result: VerificationResult, pieces: Sequence[StoredPiece]) ->
                 result.damages.append(Damage(name, None, 0, stop, "the file is missing"))
                 continue
             gaps: list[Damage] = []
-            with _finding_unreadable(result, name):
+            with _finding_damage(result, file):
                 gaps = list(_find_gaps(name, those, file.stat().st_size))
             result.damages += gaps
             if any(gap.reason == _OVERLAP for gap in gaps):  # a small file could demand any amount of reading
@@ -229,11 +229,10 @@ def _list_unknown(result: VerificationResult, known: set[str]) -> None:
 
 def _verify_weights(path: Path, file: Path) -> VerificationResult:
     """Verify a safetensors file, or those of an index."""
-    try:
+    damaged = VerificationResult(path, "safetensors")
+    with _finding_damage(damaged, file):
         return _verify_files(path, files_of_index(file))
-    except DamagedError as error:
-        damage = Damage(file.name, None, 0, file.stat().st_size, str(error))
-        return VerificationResult(path, "safetensors", damages=[damage])
+    return damaged
 
 
 def _verify_files(path: Path, files: Sequence[Path]) -> VerificationResult:
@@ -242,7 +241,7 @@ def _verify_files(path: Path, files: Sequence[Path]) -> VerificationResult:
         if not file.is_file():
             result.damages.append(Damage(file.name, None, 0, 0, "the file is missing"))
             continue
-        with _finding_unreadable(result, file.name):
+        with _finding_damage(result, file):
             _verify_safetensors(result, file)
     return result
 
@@ -250,11 +249,7 @@ def _verify_files(path: Path, files: Sequence[Path]) -> VerificationResult:
 def _verify_safetensors(result: VerificationResult, file: Path) -> None:
     """Verify one safetensors file. Of one without checksums, the header and the file's length are compared."""
     size = file.stat().st_size
-    try:
-        tensors = sorted(read_header(file).values(), key=lambda each: (each.start, each.stop))
-    except DamagedError as error:
-        result.damages.append(Damage(file.name, None, 0, size, str(error)))
-        return
+    tensors = sorted(read_header(file).values(), key=lambda each: (each.start, each.stop))
     result.tensors += len(tensors)
     damages = list(_find_gaps_between(file, tensors, size))
     has_checksums = bool(tensors) and all(tensor.checksums is not None for tensor in tensors)

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -375,12 +376,7 @@ def check_state_fits(config: TrainConfig, model: Architecture | int, gpu_memory:
         )
         return f"{largest} would fit, of this GPT {f'model.layers={blocks}' if blocks else 'not one layer'}"
 
-    def on_host(count: float) -> float:
-        return state_on_host(types, state, count)
-
-    def on_device(count: float) -> float:
-        return min_on_device(types, state, count)
-
+    on_host, on_device = partial(state_on_host, types, state), partial(min_on_device, types, state)
     if run.optimizer_state == "host":
         ranks, limit = count_ranks_here(config.ranks), host_memory_limit(run.host_memory)
         if (needed := on_host(parameters) * ranks) > limit.bytes:

@@ -7,17 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Parts of the names of collectives in traces, of torch's calls, NCCL's records and gloo's; the first that fits counts.
-_NAMES = {
-    "allreduce": "all_reduce",
-    "all_reduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "allgather": "all_gather",
-    "all_gather": "all_gather",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-}
+# Collectives. Names in traces, of torch's calls, NCCL's records and gloo's, have these as parts, with or without "_";
+# the first that fits counts.
+_NAMES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 _GLOO = {"reduce_scatter": ("reduce_scatter", "all_reduce")}  # torch's gloo scatters the result of an all-reduce
 # Parts of the names of dtypes; the first that fits counts.
 _BYTES = {
@@ -87,7 +79,8 @@ def match_gloo(
 
 
 def _name(text: str) -> str | None:
-    return next((name for part, name in _NAMES.items() if part in text.lower()), None)
+    text = text.lower().replace("_", "")
+    return next((name for name in _NAMES if name.replace("_", "") in text), None)
 
 
 def _bytes(dtype: str) -> int:

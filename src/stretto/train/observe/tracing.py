@@ -150,12 +150,8 @@ def _identify_gloo_threads(grid: Grid) -> None:
 
     gloo has its own threads for each group, and the trace has only their ids: the mark identifies their axis.
     """
-    for axis in (
-        *(EXPERT_AXES if grid.size(EXPERT) > 1 else ()),
-        REPLICAS,
-        SHARDS,
-        *NAMES,
-    ):  # of one group, the last mark counts
+    of_experts = EXPERT_AXES if grid.size(EXPERT) > 1 else ()
+    for axis in (*of_experts, REPLICAS, SHARDS, *NAMES):  # of one group, the last mark counts
         if grid.size(axis) > 1:
             with record_function(GROUP_MARK + axis):
                 tensors = [torch.zeros(1, device="cpu") for _ in range(PROBES)]
