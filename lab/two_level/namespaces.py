@@ -11,15 +11,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from stretto.cli.console import raising_on_sigterm
 
 INTERFACE = "stretto"  # a node's network interface, in its namespace
 _MTU = 9000
@@ -80,23 +79,6 @@ def require_namespaces() -> None:
         raise ValueError(f"{' and '.join(missing)} not found: install iproute2")
     if os.geteuid() != 0:
         raise ValueError("making network namespaces needs root: run this as root (sudo)")
-
-
-@contextlib.contextmanager
-def raising_on_sigterm() -> Iterator[None]:
-    """Make SIGTERM unwind as Ctrl-C does, so that what was made is removed. Does nothing outside the main thread."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager
