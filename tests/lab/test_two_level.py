@@ -245,5 +245,5 @@ def test_rows_between_namespaces_say_what_was_asked_and_predicted(monkeypatch):
     flat, auto, *_, without, other = (row.predicted_ms for row in rows if row.kind == "training")
     assert flat > auto > 800  # the fewest bytes over a link take so long: 6.4 MB to and fro
     assert without is other is None  # `plan` knows no trunk
-    with pytest.raises(ValueError, match="there is no kind 'put': puts, all-reduce, "):
+    with pytest.raises(ValueError, match="there is no kind 'put'; did you mean 'puts'"):
         BetweenNodesSetting(only=("put",))
