@@ -137,7 +137,7 @@ class Bench:
     summary: str
     settings: type[Any]
     run: Callable[..., Iterable[Any] | Measured]
-    row: type[Any]
+    row: Columns
     title: str | Callable[[Any], str]
     plot: Plot | Mapping[str, Plot] | None = None
     needs: Needs = Needs.NO_GPU

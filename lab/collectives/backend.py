@@ -25,49 +25,33 @@ from stretto.bench.collectives.peers import CollectiveBuffers, nccl_run
 from stretto.bench.collectives.settings import COLLECTIVES
 from stretto.bench.harness import run_ranks, shared_where_few
 from stretto.bench.interleaved import TimingEffort, name_size, time_interleaved
-from stretto.bench.settings import LargestBytes, Needs, Option, Ranks, Step, list_sizes, require_known
+from stretto.bench.settings import Needs, Option, Ranks, list_sizes, require_known
 from stretto.cluster.detection import count_gpus
 
 _PRODUCT = 4096  # rows, columns and inner size of the products that overlap a collective
 _MAX_PRODUCTS = 64
 _ONE_CALL = 1 << 30  # bytes for `time_interleaved`, which then times one call at a time
 BACKEND_PARTS = ("alone", "beside", "ddp")
+SIZES = list_sizes(16 << 10, 256 << 20, 4)  # bytes of the whole array
+_WORK = 1.5  # time of the products that overlap a collective, in multiples of the collective's by NCCL
+_LAYERS, _WIDTH, _ROWS = 8, 4096, 8192  # of DDP's linear layers, and of its batch on each rank
+_BUCKET_MB = (25.0, 100.0)  # of DDP, in MiB
 
 
 @dataclass(frozen=True)
 class BackendSetting:
     """Settings of `python -m lab backend`: calls of torch.distributed alone, overlapped with products, and by DDP.
 
-    Sizes are bytes of the whole array. work: duration of the products that overlap a collective, in multiples of the
-    collective's own by NCCL. Raises ValueError for unknown names and impossible sizes.
+    Raises ValueError for unknown names.
     """
 
     parts: Annotated[tuple[str, ...], Option("alone, beside, ddp, with commas.")] = BACKEND_PARTS
     collectives: Annotated[tuple[str, ...], Option("Collectives, with commas.", "--only")] = COLLECTIVES
-    smallest: Annotated[int, Option("Bytes of the whole array.")] = 16 << 10
-    largest: LargestBytes = 256 << 20
-    step: Step = 4
-    work: Annotated[
-        float, Option("Time of the products that overlap a collective, in multiples of the collective's by NCCL.")
-    ] = 1.5
-    width: Annotated[int, Option("Width of DDP's linear layers.", least=1)] = 4096
-    layers: Annotated[int, Option("Number of DDP's linear layers.", least=1)] = 8
-    rows: Annotated[int, Option("Rows of DDP's batch on each rank.", least=1)] = 8192
-    bucket_mb: Annotated[tuple[float, ...], Option("Sizes of DDP's buckets in MiB, with commas.")] = (25.0, 100.0)
     ranks: Ranks = None
 
     def __post_init__(self) -> None:
         require_known("part", self.parts, BACKEND_PARTS)
         require_known("collective", self.collectives, COLLECTIVES)
-        list_sizes(self.smallest, self.largest, self.step)
-        for name, number in (("--work", self.work), ("--bucket-mb", min(self.bucket_mb))):
-            if not 0 < number < math.inf:
-                raise ValueError(f"{name} is {number:g}, but must be a finite number above 0")
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of whole arrays."""
-        return list_sizes(self.smallest, self.largest, self.step)
 
 
 @dataclass(frozen=True)
@@ -121,22 +105,20 @@ def _measure_all(setting: BackendSetting) -> list[Row]:
     rows: list[Row] = []
     for part in setting.parts:
         if part == "ddp":
-            rows += [_measure_ddp(groups, setting, megabytes) for megabytes in setting.bucket_mb]
+            rows += [_measure_ddp(groups, megabytes) for megabytes in _BUCKET_MB]
             continue
         measure = _measure_alone if part == "alone" else _measure_overlapped
-        rows += [
-            measure(groups, setting, collective, size) for collective in setting.collectives for size in setting.sizes
-        ]
+        rows += [measure(groups, collective, size) for collective in setting.collectives for size in SIZES]
     return rows
 
 
-def _measure_alone(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
+def _measure_alone(groups: _Groups, collective: str, size: int) -> Row:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
     runs = {name: nccl_run(collective, buffers, group) for name, group in groups.by_name.items()}
     return _compare("alone", runs, size, 1e6, collective=collective, bytes=size, size=name_size(size))
 
 
-def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: str, size: int) -> Row:
+def _measure_overlapped(groups: _Groups, collective: str, size: int) -> Row:
     buffers = CollectiveBuffers.make(collective, size, torch.bfloat16, groups.device)
     a, b, c = (torch.randn(_PRODUCT, _PRODUCT, device=groups.device).bfloat16() for _ in range(3))
     first = next(iter(groups.by_name.values()))  # NCCL's where there is one
@@ -145,7 +127,7 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
         "product": partial(torch.mm, a, b, out=c),
     }
     alone = time_interleaved(probes, _ONE_CALL, is_graph=False, effort=TimingEffort(rounds=1, replays=5))
-    wanted = setting.work * alone["collective"].seconds / alone["product"].seconds
+    wanted = _WORK * alone["collective"].seconds / alone["product"].seconds
     products = min(_MAX_PRODUCTS, max(1, math.ceil(wanted)))  # all ranks have the slowest one's times
 
     def work() -> None:
@@ -163,14 +145,12 @@ def _measure_overlapped(groups: _Groups, setting: BackendSetting, collective: st
     return _compare("beside", runs, _ONE_CALL, 1e6, **about)
 
 
-def _measure_ddp(groups: _Groups, setting: BackendSetting, bucket_mb: float) -> Row:
-    x = torch.randn(setting.rows, setting.width, device=groups.device)
+def _measure_ddp(groups: _Groups, bucket_mb: float) -> Row:
+    x = torch.randn(_ROWS, _WIDTH, device=groups.device)
 
     def make(group: dist.ProcessGroup) -> DistributedDataParallel:
         torch.manual_seed(0)
-        layers = [
-            layer for _ in range(setting.layers) for layer in (nn.Linear(setting.width, setting.width), nn.ReLU())
-        ]
+        layers = [layer for _ in range(_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.ReLU())]
         model = nn.Sequential(*layers).to(groups.device)
         return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, process_group=group)
 

@@ -34,7 +34,7 @@ from stretto import ops
 from stretto.bench.embedding.run import LookupBatch, make_batch
 from stretto.bench.embedding.settings import LookupShape, LookupShapes
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp, require_known
 from stretto.memory.network.native import NativeProxy
 from stretto.ops.embedding import output_ring, scheduled
 from stretto.ops.embedding.forward import count_programs, find_launch_config, look_up_and_send
@@ -64,9 +64,7 @@ class FiguresSetting:
     repeats: Repeats = 10
 
     def __post_init__(self) -> None:
-        for study in self.studies:
-            if study not in STUDIES:
-                raise ValueError(f"there is no study {study!r}: there are {', '.join(STUDIES)}")
+        require_known("study", self.studies, STUDIES)
         if self.nodes and self.studies != ("slice",):
             raise ValueError(f"between nodes, of {', '.join(self.studies)}, slices alone are studied: --studies slice")
         LookupShape.parse(self.case)

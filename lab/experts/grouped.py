@@ -53,7 +53,6 @@ class GroupedSetting:
     tokens: Annotated[tuple[int, ...], Option("Tokens of a call, with commas.")] = (8192, 1024)
     routing: Annotated[tuple[str, ...], Option(f"{', '.join(ROUTINGS)}, with commas.")] = ROUTINGS[:2]
     only: Annotated[tuple[str, ...], Option("Only this part; may be given several times.", is_repeated=True)] = ()
-    implementation: Annotated[str, Option("Of Stretto's operators: auto, kernel or library.")] = "auto"
     cluster: Annotated[str | None, Option("Only predict, for this cluster: a file or a preset's name.")] = None
     on_cpu: Annotated[bool, Option("Tiny sizes on the CPU, to try the command.", "--cpu")] = False
 
@@ -104,8 +103,7 @@ def run_grouped(setting: GroupedSetting, out: Path) -> Measured:
     if not setting.on_cpu and not torch.cuda.is_available():
         raise ValueError("this bench takes a GPU, and torch finds none here: --cpu tries the command without one")
     device = "cpu" if setting.on_cpu else None
-    of_setting = partial(measure, setting.implementation)
-    return measure_cases("grouped", {}, cases, 1, of_setting, row=Row, out=out, device=device)
+    return measure_cases("grouped", {}, cases, 1, measure, row=Row, out=out, device=device)
 
 
 def list_products(part: str, n: int, hidden: int, inner: int) -> list[tuple[int, int, int, Literal["NT", "NN", "TN"]]]:
@@ -141,24 +139,22 @@ def _formula(tokens: int, hidden: int, inner: int, experts: int, k: int, size: i
     return size * (hidden * tokens + 2 * tokens * k * inner)
 
 
-def measure(how: str, grid: Grid, model: str, tokens: int, routing: str, part: str) -> Case:
-    """The columns of a row. how: the operators' implementation."""
-    case = _make_case(model, tokens, routing, grid.device, how)
+def measure(grid: Grid, model: str, tokens: int, routing: str, part: str) -> Case:
+    """The columns of a row."""
+    case = _make_case(model, tokens, routing, grid.device)
     return {"load": case.load} | case.measure(part)
 
 
 @lru_cache(maxsize=1)
-def _make_case(model: str, tokens: int, routing: str, device: torch.device, how: str) -> "ExpertsCase":
+def _make_case(model: str, tokens: int, routing: str, device: torch.device) -> "ExpertsCase":
     sizes = (tokens, *MODELS[model]) if device.type == "cuda" else (16, *_TINY)
-    return ExpertsCase(*sizes, routing, device, how)
+    return ExpertsCase(*sizes, routing, device)
 
 
 class ExpertsCase:
     """Operands of one shape and routing in bf16, and the runs of each part."""
 
-    def __init__(
-        self, t: int, h: int, inner: int, experts: int, k: int, routing: str, device: torch.device, how: str
-    ) -> None:
+    def __init__(self, t: int, h: int, inner: int, experts: int, k: int, routing: str, device: torch.device) -> None:
         torch.manual_seed(0)
         make = partial(torch.randn, device=device, dtype=torch.bfloat16)
         self.sizes = (t, h, inner, experts, k)
@@ -172,11 +168,7 @@ class ExpertsCase:
         self.ends = order.offsets[1:].contiguous()
         self.rows = self.x[self.tokens]
         self._operands = self.x, self.gate_up, self.down
-        self.arrivals = arrive_beforehand(self.x) if device.type == "cuda" and how != "library" else None
-        self._multiply, self._by_weight, self._routed = (
-            partial(operator, implementation=how)
-            for operator in (moe.grouped_matmul, moe.grouped_weight_gradient, moe.routed_experts)
-        )
+        self.arrivals = arrive_beforehand(self.x) if device.type == "cuda" else None
 
     def measure(self, part: str) -> Case:
         """A row: the rates of a part's runs, and how far their results are from torch's."""
@@ -208,7 +200,7 @@ class ExpertsCase:
 
     def runs(self, part: str) -> dict[str, Results]:
         """The runs of a part by name."""
-        multiply, by_weight, ends, offsets = self._multiply, self._by_weight, self.ends, self.offsets
+        multiply, by_weight, ends, offsets = moe.grouped_matmul, moe.grouped_weight_gradient, self.ends, self.offsets
         gate_up, down, rows, inner, grad, grad_up = (
             self.gate_up, self.down, self.rows, self.inner, self.grad, self.grad_up
         )  # fmt: skip
@@ -260,7 +252,7 @@ class ExpertsCase:
 
     def _passes(self) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
         def by_stretto(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-            return self._routed(x, self.ids, self.weights, gate_up, down)
+            return moe.routed_experts(x, self.ids, self.weights, gate_up, down)
 
         def by_torch(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
             return torch_experts(x, self.ids, self.weights, gate_up, down)

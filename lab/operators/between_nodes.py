@@ -18,9 +18,10 @@ from torch import Tensor
 
 from lab.harness import Bench, column
 from stretto.bench.operators.settings import CASES, OPERATORS, local_shape
-from stretto.bench.settings import Needs, Option, Ranks, Repeats, WarmUp, require_known
+from stretto.bench.settings import Needs, Option, Ranks, require_known
 
 KINDS = ("gather", "scatter", "reduce", "experts", "embedding")
+CASE = "llama-3.1-8b"  # of `stretto bench ops`: the model whose shapes are taken
 _EXPERTS, _TOP_K = 16, 4
 
 
@@ -29,16 +30,12 @@ class OperatorsBetweenNodesSetting:
     """The operators, shapes and nodes to measure. ValueError for what there is not."""
 
     operators: Annotated[tuple[str, ...], Option(f"{', '.join(KINDS)}, with commas.", "--only")] = KINDS
-    case: Annotated[str, Option("The model whose shapes are taken: `stretto bench ops`'.")] = "llama-3.1-8b"
     ms: Annotated[tuple[int, ...], Option("Rows of the whole; samples of a look-up.")] = (2048, 8192)
     nodes: Annotated[str, Option("The declared nodes, as 2x2 or 4x1.")] = "2x2"
     ranks: Ranks = None
-    warm_up: WarmUp = 2
-    repeats: Repeats = 5
 
     def __post_init__(self) -> None:
         require_known("operator", self.operators, KINDS)
-        require_known("case", (self.case,), CASES)
 
 
 @dataclass(frozen=True)
@@ -80,15 +77,12 @@ def _measure_all(setting: OperatorsBetweenNodesSetting) -> list[dict[str, Any]]:
         for m in setting.ms if is_cuda else (4 * world,):
             match kind:
                 case "experts":
-                    runs = _make_experts(setting.case, m, device)
+                    runs = _make_experts(m, device)
                 case "embedding":
                     runs = _make_embedding(m, device)
                 case _:
-                    runs = _make_dense(kind, setting.case, m, device)
-            times = {
-                name: time_steps(run, warm_up=setting.warm_up, repeats=setting.repeats) * 1e3
-                for name, run in runs.items()
-            }
+                    runs = _make_dense(kind, m, device)
+            times = {name: time_steps(run, warm_up=2, repeats=5) * 1e3 for name, run in runs.items()}
             possible = times["library"] - max(times["product"], times["collective"])
             gained = (times["library"] - times["kernel"]) / possible
             speedup = times["library"] / times["kernel"]
@@ -97,12 +91,12 @@ def _measure_all(setting: OperatorsBetweenNodesSetting) -> list[dict[str, Any]]:
     return rows
 
 
-def _make_dense(kind: str, case: str, m: int, device: torch.device) -> dict[str, Any]:
+def _make_dense(kind: str, m: int, device: torch.device) -> dict[str, Any]:
     """The calls whose times are a row's, of a dense operator."""
     from stretto.ops.tuning import RotatingOperands
 
     world, name = dist.get_world_size(), OPERATORS[kind]
-    m, n, k = local_shape(kind, case, m, world) if device.type == "cuda" else (m, 16, 16)
+    m, n, k = local_shape(kind, CASE, m, world) if device.type == "cuda" else (m, 16, 16)
     operands = RotatingOperands.make(name, m, n, k, None, torch.bfloat16, device)
     whole = torch.randn(m, k, device=device).to(torch.bfloat16)
     sums = whole.new_empty(m, n)
@@ -124,11 +118,11 @@ def _make_dense(kind: str, case: str, m: int, device: torch.device) -> dict[str,
     }
 
 
-def _make_experts(case: str, m: int, device: torch.device) -> dict[str, Any]:
+def _make_experts(m: int, device: torch.device) -> dict[str, Any]:
     """As `_make_dense`, of experts: m tokens of all ranks are sent, multiplied twice, and summed where they were."""
     from stretto.ops import moe
 
-    world, hidden = dist.get_world_size(), CASES[case][1] if device.type == "cuda" else 16
+    world, hidden = dist.get_world_size(), CASES[CASE][1] if device.type == "cuda" else 16
     tokens, local = m // world, -(-_EXPERTS // world)
     x = torch.randn(tokens, hidden, device=device).to(torch.bfloat16)
     ids = torch.rand(tokens, local * world, device=device).topk(_TOP_K).indices
@@ -179,6 +173,6 @@ BENCH = Bench(
     OperatorsBetweenNodesSetting,
     measure_operators,
     Row,
-    title=lambda setting: f"Operators between nodes ({setting.nodes}), {setting.case}",
+    title=lambda setting: f"Operators between nodes ({setting.nodes}), {CASE}",
     needs=Needs.RANKS,
 )

@@ -23,13 +23,11 @@ from stretto.bench.harness import print_row, run_ranks
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.settings import Needs, Option, Ranks, Rounds, require_known
 from stretto.cluster import Cluster
-from stretto.memory.gpus import count_processors
-from stretto.ops.decoding.paged_kernels import SINGLES, PagedCall, PagedConfig, attend_by_kernels
-from stretto.ops.invariant.kernels import Tile, choose_tile, multiply_in_parts, multiply_leaves
 from stretto.parallel import Grid
 from stretto.quantities import MAX_COUNT, MAX_LENGTH, require_least
-from stretto.tiles.launches import count_shared_bytes
 
+SIZE, PAGE = 128, 16  # numbers of a head, and tokens of a page
+HIDDEN, DEPTHS = 4096, (4096, 14336)  # n of products, which is the norm's, and k of all ranks
 _ROTATED_BYTES = 512 << 20  # more than a GPU's L2 cache
 EPS = 1e-5
 DECODING_CALLS = ("attention", "products")
@@ -44,17 +42,12 @@ class DecodingSetting:
     context: Annotated[int, Option("Tokens in each sequence's cache.", least=1, most=MAX_LENGTH)] = 1024
     heads: Annotated[int, Option("Heads of queries, of this rank.", least=1, most=MAX_COUNT)] = 32
     kv_heads: Annotated[int, Option("Heads of keys and values, of this rank.", least=1, most=MAX_COUNT)] = 8
-    size: Annotated[int, Option("Numbers of a head.", least=16, most=256)] = 128
-    page: Annotated[int, Option("Tokens of a page.", least=1, most=MAX_LENGTH)] = 16
-    hidden: Annotated[int, Option("n of products, and columns of the norm.", least=16, most=MAX_COUNT)] = 4096
-    depths: Annotated[tuple[int, ...], Option("k of products, of all ranks, with commas.")] = (4096, 14336)
-    has_variants: Annotated[bool, Option("Time other tiles of the kernels too.", "--variants/--no-variants")] = False
     rounds: Rounds = 4
     ranks: Ranks = None
 
     def __post_init__(self) -> None:
         require_known("call", self.only, DECODING_CALLS)
-        require_least(1, batches=min(self.batches, default=0), depths=min(self.depths, default=0))
+        require_least(1, batches=min(self.batches, default=0))
         if self.heads % self.kv_heads:
             least = self.kv_heads * max(1, round(self.heads / self.kv_heads))
             raise ValueError(f"--heads is a multiple of --kv-heads, {self.kv_heads}, not {self.heads}: {least} will do")
@@ -62,12 +55,11 @@ class DecodingSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A call, or one of its kernels' tiles."""
+    """A call."""
 
     call: str = column("call")
     m: int = column("tokens")
     shape: str = column("shape")
-    variant: str | None = column("tiles", default=None)
     stretto: float = column("Stretto (us)", "{:.1f}")
     invariant: float | None = column("invariant (us)", "{:.1f}", None)
     library: float | None = column("library (us)", "{:.1f}", None)
@@ -108,14 +100,14 @@ def measure_all(ranks: int, out: Path, setting: DecodingSetting) -> list[dict[st
 
 
 def measure_attention(setting: DecodingSetting, m: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Attention of a token of each of m sequences, beside torch's on contiguous caches; and other tiles."""
+    """Attention of a token of each of m sequences, beside torch's on contiguous caches."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pages = -(-setting.context // setting.page)
-    size = 2 * m * setting.context * setting.kv_heads * setting.size * dtype.itemsize
+    pages = -(-setting.context // PAGE)
+    size = 2 * m * setting.context * setting.kv_heads * SIZE * dtype.itemsize
     copies = max(1, min(64, _ROTATED_BYTES // size)) if device.type == "cuda" else 1
-    shape = copies * m * pages, setting.page, setting.kv_heads, setting.size
+    shape = copies * m * pages, PAGE, setting.kv_heads, SIZE
     keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
-    q = torch.randn(m, setting.heads, setting.size, device=device, dtype=dtype)
+    q = torch.randn(m, setting.heads, SIZE, device=device, dtype=dtype)
     tables = torch.randperm(copies * m * pages, device=device).int().view(copies, m, pages)
     lengths = torch.full((m,), setting.context, dtype=torch.int32, device=device)
     whole = [
@@ -143,27 +135,13 @@ def measure_attention(setting: DecodingSetting, m: int, device: torch.device) ->
     error = ops.paged_attention(q, keys, values, tables[0], lengths).float() - attend_contiguous().float()
     row |= {"megabytes": size / 1e6, "error": error.abs().max().item()}
     yield row | _time(runs, setting)
-    if not setting.has_variants or device.type != "cuda":
-        return
-    configs = [
-        PagedConfig(SINGLES.rows, depth, warps, stages, programs)
-        for depth, warps in ((32, 1), (32, 2), (32, 4), (64, 2), (64, 4), (128, 4), (128, 8))
-        for stages in (2, 3, 5)  # 3 and 4 are one: loads by way of a table take two stages more a tile
-        for programs in (4, 8, 16)
-    ]
-
-    def attend_by(config: PagedConfig) -> Tensor:
-        call = PagedCall(q, keys, values, tables[next(turns[0])], lengths, None, setting.size**-0.5, 0, False)
-        return attend_by_kernels(call, config)
-
-    yield from _time_variants(row, {_name(one): partial(attend_by, one) for one in configs}, setting)
 
 
 def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Products with their sum, residual and norm, beside torch's and the backend's; and tiles of invariant ones."""
-    world, n = dist.get_world_size(), setting.hidden
+    """Products with their sum, residual and norm, beside torch's and the backend's."""
+    world, n = dist.get_world_size(), HIDDEN
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for depth in setting.depths:
+    for depth in DEPTHS:
         k = depth // world
         size = n * k * dtype.itemsize
         copies = max(2, min(32, _ROTATED_BYTES // size)) if device.type == "cuda" else 1
@@ -191,31 +169,6 @@ def measure_products(setting: DecodingSetting, m: int, device: torch.device) -> 
         ours, theirs = fuse(*given[:3], iter(weights), False), compose(*given[:3], iter(weights))
         row = {"call": "product, sum, norm", "m": m, "shape": f"{n} x {k}", "megabytes": size / 1e6}
         yield row | {"error": (ours[0] - theirs[0]).abs().max().item()} | _time(runs, setting)
-        if not setting.has_variants or device.type != "cuda":
-            continue
-        leaves = ops.LEAVES // world
-        first = choose_tile(
-            m, n, k // leaves, leaves, dtype.itemsize, count_processors(device.index), takes_parts=world == 1,
-            shared=count_shared_bytes(device),
-        )  # fmt: skip
-        blocks = first.blocks
-        variants: dict[str, Callable[[], Any]] = {}
-        for width, deep, stages in itertools.product((64, 128), (64, 128), (3, 4, 6, 10)):
-            if (blocks.m + width) * deep * stages * dtype.itemsize < 220_000:
-                tile = first._replace(blocks=blocks._replace(n=width, k=min(deep, blocks.k), num_stages=stages))
-                name = f"{leaves} leaves in {tile.parts}, {_name(tile.blocks)}"
-                variants[name] = partial(_multiply, x, turns, leaves, tile)
-        yield from _time_variants(row | {"call": "invariant product"}, variants, setting)
-
-
-def _multiply(x: Tensor, turns: Iterator[Tensor], leaves: int, tile: Tile) -> Tensor:
-    if tile.parts > 1:
-        return multiply_in_parts(x, next(turns), leaves, tile)
-    return multiply_leaves(x, next(turns), None, leaves, torch.float32, tile)
-
-
-def _name(config: Any) -> str:
-    return " ".join(f"{key}={value}" for key, value in config._asdict().items())
 
 
 def _time(runs: dict[str, Callable[[], Any]], setting: DecodingSetting) -> dict[str, float]:
@@ -224,15 +177,6 @@ def _time(runs: dict[str, Callable[[], Any]], setting: DecodingSetting) -> dict[
     times = {name: timed.seconds * 1e6 for name, timed in found.items()}
     more = {"to_library": times["library"] / times["stretto"], "cost": times["invariant"] / times["stretto"] - 1}
     return times | more
-
-
-def _time_variants(
-    row: dict[str, Any], runs: dict[str, Callable[[], Any]], setting: DecodingSetting
-) -> Iterator[dict[str, Any]]:
-    """A row of each variant, the fastest first."""
-    found = time_interleaved(runs, 0, is_graph=True, effort=TimingEffort(setting.rounds, 5))
-    for name, timed in sorted(found.items(), key=lambda pair: pair[1].seconds):
-        yield {**row, "error": None, "variant": name, "stretto": timed.seconds * 1e6}
 
 
 BENCH = Bench(

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.cases import Case, measure_cases, predict_cases
-from lab.harness import Bench, Measured, column
-from stretto.bench.harness import FAILURES, in_one_line
+from lab.harness import Bench, Measured
+from stretto.bench.harness import FAILURES, Column, in_one_line
 from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs
-from stretto.bench.operators.settings import CASES, OPERATORS, local_shape
+from stretto.bench.operators.settings import OPERATORS, local_shape
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.collectives.joint.schedule import is_gather
@@ -43,6 +43,7 @@ from stretto.simulator.network import of_cluster
 from stretto.simulator.schedules.joint import LATENCY, ProductCosts, simulate_joint
 
 KINDS = ("gather", "scatter", "reduce")
+CASE = "llama-3.1-8b"  # of `stretto bench ops`: the model whose shapes are taken
 SHORT = ("direct", "ring", "recursive")
 """The order of `CANDIDATES`."""
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,10 +62,9 @@ _TILE_ROWS = 128  # of the simulated product
 
 @dataclass(frozen=True)
 class JointSchedulesSetting:
-    """Settings of `python -m lab joint-schedules`. Raises ValueError for an unknown operator or case."""
+    """Settings of `python -m lab joint-schedules`. Raises ValueError for an unknown operator."""
 
     operators: Annotated[tuple[str, ...], Option("gather, scatter, reduce, with commas.", "--only")] = KINDS
-    case: Annotated[str, Option("The model whose shapes are taken: `stretto bench ops`'.")] = "llama-3.1-8b"
     ms: Annotated[tuple[int, ...], Option("Rows of the whole.")] = (2048, 4096, 8192, 16384)
     ranks: Ranks = None
     variants: Annotated[bool, Option("Also other orders of tiles and resources.", "--variants/--no-variants")] = False
@@ -75,57 +75,47 @@ class JointSchedulesSetting:
 
     def __post_init__(self) -> None:
         require_known("operator", self.operators, KINDS)
-        require_known("case", (self.case,), CASES)
 
 
-@dataclass(frozen=True)
-class Row:
-    """An operator's times at one shape, on the slowest rank."""
-
-    operator: str = column("operator")
-    m: int = column("m")
-    gemm: float | None = column("product alone (ms)", "{:.4f}")
-    kernel: float | None = column("by our kernel (ms)", "{:.4f}")
-    default: float | None = column("by default (ms)", "{:.4f}")
-    direct: float | None = column("direct (ms)", "{:.4f}")
-    ring: float | None = column("ring (ms)", "{:.4f}")
-    recursive: float | None = column("recursive (ms)", "{:.4f}")
-    plain: float | None = column("direct, tiles by rows (ms)", "{:.4f}")
-    pieces: float | None = column("direct, pieces of 2 MB (ms)", "{:.4f}")
-    whole: float | None = column("direct, whole chunks (ms)", "{:.4f}")
-    pulled: float | None = column("direct, pulled (ms)", "{:.4f}")
-    movers: float | None = column("direct, 16 programs (ms)", "{:.4f}")
-    programs: float | None = column("direct, 20 programs (ms)", "{:.4f}")
-    ring_programs: float | None = column("ring, 20 programs (ms)", "{:.4f}")
-    direct_simulated: float | None = column("simulated: direct", "{:.4f}")
-    ring_simulated: float | None = column("ring", "{:.4f}")
-    recursive_simulated: float | None = column("recursive", "{:.4f}")
-    plain_simulated: float | None = column("tiles by rows", "{:.4f}")
-    pieces_simulated: float | None = column("pieces of 2 MB", "{:.4f}")
-    whole_simulated: float | None = column("whole chunks", "{:.4f}")
-    pulled_simulated: float | None = column("pulled", "{:.4f}")
-    movers_simulated: float | None = column("16 programs", "{:.4f}")
-    programs_simulated: float | None = column("20 programs", "{:.4f}")
-    ring_programs_simulated: float | None = column("ring, 20 programs", "{:.4f}")
-    to_default: float | None = column("fastest schedule / default", "{:.3f}")
-    is_picked: bool | None = column("picked is fastest, or within 2%")
-    failed: str | None = column("failed")
+NAMES = {
+    **{short: short for short in SHORT},
+    "plain": "direct, tiles by rows",
+    "pieces": "direct, pieces of 2 MB",
+    "whole": "direct, whole chunks",
+    "pulled": "direct, pulled",
+    "movers": "direct, 16 programs",
+    "programs": "direct, 20 programs",
+    "ring_programs": "ring, 20 programs",
+}
+ROW = (
+    Column("operator", "operator"),
+    Column("m", "m"),
+    Column("gemm", "product alone (ms)", "{:.4f}"),
+    Column("kernel", "by our kernel (ms)", "{:.4f}"),
+    Column("default", "by default (ms)", "{:.4f}"),
+    *(Column(key, f"{name} (ms)", "{:.4f}") for key, name in NAMES.items()),
+    *(Column(f"{key}_simulated", f"simulated: {name}", "{:.4f}") for key, name in NAMES.items()),
+    Column("to_default", "fastest schedule / default", "{:.3f}"),
+    Column("is_picked", "picked is fastest, or within 2%"),
+    Column("failed", "failed"),
+)
+"""An operator's times at one shape, on the slowest rank."""
 
 
 def run_joint_schedules(setting: JointSchedulesSetting, out: Path) -> Measured:
     assert setting.ranks is not None
     name = f"joint-schedules-{setting.ranks}" + "-variants" * setting.variants
     cases = [{"operator": kind, "m": m} for kind in setting.operators for m in setting.ms]
-    about = {"ranks": setting.ranks, "case": setting.case, "cluster": setting.cluster}
+    about = {"ranks": setting.ranks, "case": CASE, "cluster": setting.cluster}
     if setting.predicts:
         return predict_cases(name, about, cases, setting.cluster, partial(_predict, setting))
-    found = measure_cases(name, about, cases, setting.ranks, partial(measure, setting), row=Row, out=out)
+    found = measure_cases(name, about, cases, setting.ranks, partial(measure, setting), row=ROW, out=out)
     return Measured(found.rows, found.about, summarize(found.rows), name=name)  # type: ignore[arg-type]
 
 
 def measure(setting: JointSchedulesSetting, grid: Grid, operator: str, m: int) -> Case:
     name, world, device = OPERATORS[operator], dist.get_world_size(), grid.device
-    m, n, k = local_shape(operator, setting.case, m, world) if device.type == "cuda" else (4 * world, 16, 16)
+    m, n, k = local_shape(operator, CASE, m, world) if device.type == "cuda" else (4 * world, 16, 16)
     operands = RotatingOperands.make(name, m, n, k, None, torch.bfloat16, device)
     whole = torch.randn(m, k, device=device).to(torch.bfloat16)
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -202,7 +192,7 @@ def _simulate(
 def _predict(setting: JointSchedulesSetting, cluster: Cluster, operator: str, m: int) -> Case:
     """The simulated columns, with the speeds that the cluster file has, of GPUs of 132 multiprocessors."""
     assert setting.ranks is not None
-    name, (m, n, k) = OPERATORS[operator], local_shape(operator, setting.case, m, setting.ranks)
+    name, (m, n, k) = OPERATORS[operator], local_shape(operator, CASE, m, setting.ranks)
     costs = ProductCosts.of_gpu(cluster.gpu, n, k, LATENCY)
     joints = {key: one for key, one in list_configs(setting, name, setting.ranks).items() if one.schedule}
     simulated = {key: _simulate(name, one, setting.ranks, m, cluster, costs, 132) for key, one in joints.items()}
@@ -231,8 +221,8 @@ BENCH = Bench(
     "Operators by joint schedules beside today's default, measured and simulated.",
     JointSchedulesSetting,
     run_joint_schedules,
-    Row,
-    title=lambda setting: f"Joint schedules, {setting.case}, {setting.ranks} ranks",
+    ROW,
+    title=lambda setting: f"Joint schedules, {CASE}, {setting.ranks} ranks",
     needs=Needs.RANKS,
     about=lambda setting: {},
 )

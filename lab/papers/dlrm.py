@@ -13,15 +13,9 @@ from typing import Any
 from lab.harness import ANY_CPU, Measured, Table, column, columns_of
 from lab.papers import Compared, read_paper
 from lab.pictures import select
-from lab.simulated_dlrm import (
-    EXCHANGES,
-    FIDELITIES,
-    FUSIONS,
-    KernelRates,
-    RecommendationStep,
-    find_kernels,
-    simulate_recommendation,
-)
+from lab.simulated_dlrm.exchange import EXCHANGES
+from lab.simulated_dlrm.kernels import H200, MI210, KernelRates, RecommendationStep
+from lab.simulated_dlrm.step import FIDELITIES, FUSIONS, simulate_recommendation
 from stretto.bench.harness import Column
 from stretto.simulator.network import NetworkTopology
 from stretto.simulator.network.shapes import dragonfly, fat_tree, ring, switch, torus
@@ -31,7 +25,7 @@ Row = dict[str, Any]
 BANDWIDTH, LATENCY = 25e9, 700e-9  # 200 Gb/s a link and direction; table 2
 SIZES = {128: (16, 8), 256: (16, 16), 512: (32, 16), 1024: (32, 32)}  # of the torus
 PUBLISHED: float = read_paper("punniyamurthy")["section-4-4"]["forward_less"]  # 128 nodes, "on average"
-STEP, KERNELS = RecommendationStep(batch=512, tables=4), ("mi210", "h200")
+STEP, KERNELS = RecommendationStep(batch=512, tables=4), (MI210, H200)
 SLICES = 16  # of the message from a rank to another on 128 ranks; as many in total on more ranks
 # Written before the study ran, from the load of the busiest link and the kernels' times: less time, forward and both.
 PREDICTED: dict[tuple[str, str, str], tuple[float, float]] = {
@@ -77,16 +71,15 @@ class Average:
 
 def study_dlrm() -> Iterator[Measured | Compared]:
     """Simulate 128 nodes, more nodes, and what the paper leaves open; tables but the first are of the first kernels."""
-    rates = [find_kernels(name) for name in KERNELS]
     fused = [
         compare_fusions(STEP, each, torus_of(128), collective, fidelity)
-        for each in rates
+        for each in KERNELS
         for collective in EXCHANGES
         for fidelity in FIDELITIES
     ]
-    shapes = _vary_shapes(rates[0])
+    shapes = _vary_shapes(MI210)
     scale = [
-        compare_fusions(STEP, rates[0], torus_of(count), "by-dimension", fidelity, slices=SLICES * 128 // count)
+        compare_fusions(STEP, MI210, torus_of(count), "by-dimension", fidelity, slices=SLICES * 128 // count)
         for count in SIZES
         for fidelity in FIDELITIES
     ]
@@ -94,7 +87,7 @@ def study_dlrm() -> Iterator[Measured | Compared]:
         Average(collective, mean(row["forward_less"] for row in select(shapes, collective=collective)), PUBLISHED)
         for collective in EXCHANGES
     ]
-    first, less = rates[0].name, ("forward_less", "both_less", "forward_predicted", "both_predicted")
+    first, less = MI210.name, ("forward_less", "both_less", "forward_predicted", "both_predicted")
     times = ("none_ms", "forward_ms", "both_ms", *less)
     tables = (
         Table("Means over the shapes below, beside the paper's", averages, key="averages"),
@@ -112,12 +105,12 @@ def study_dlrm() -> Iterator[Measured | Compared]:
         ),
         Table(
             f"Other assumptions, {first}, direct, event-driven, 128 ranks",
-            _vary_assumptions(rates[0]),
+            _vary_assumptions(MI210),
             _columns("changed", *times[:5]),
             "varied",
         ),
     )
-    about = {"step": asdict(STEP), "kernels": {each.name: asdict(each) for each in rates}, "published": PUBLISHED}
+    about = {"step": asdict(STEP), "kernels": {each.name: asdict(each) for each in KERNELS}, "published": PUBLISHED}
     row = _columns("kernels", "collective", "fidelity", "lookup_ms", "exposed_ms", *times)
     title = "128 nodes, 16 x 8 torus"
     yield Measured(fused, about | {"machine": ANY_CPU}, name="simulated-dlrm", title=title, tables=tables, row=row)

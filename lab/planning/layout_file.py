@@ -21,43 +21,36 @@ Such a file has the options of `stretto train` that all layouts share, those of 
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, ValidationError
 
 from stretto.bench.settings import require_known
 from stretto.suggestions import did_you_mean_file
+from stretto.train.config.messages import describe_problems
+from stretto.train.config.options import Section
 
 if TYPE_CHECKING:
     from stretto.train.config import TrainConfig
 
 MAX_LAYOUTS = 64
 _SECTIONS = ("config", "layouts", "peers")
-StatePlace = Literal["fp32", "host"]
 
 
-@dataclass(frozen=True)
-class FsdpPeer:
-    """Options of torch's FSDP2 over all ranks. Raises ValueError for values that do not exist.
+class FsdpPeer(Section):
+    """Options of torch's FSDP2 over all ranks.
 
     micro_batch: sequences of a forward and backward pass; gradients accumulate, unreduced, over those of a step.
     frees_weights: gather weights again in the backward pass. recompute: activation checkpointing of every block.
     optimizer_state: "host" is FSDP2's CPUOffloadPolicy. Gradients are reduced in bf16, as Stretto's are.
     """
 
-    micro_batch: int = 1
+    micro_batch: int = Field(1, ge=1)
     frees_weights: bool = False
     recompute: bool = False
-    optimizer_state: StatePlace = "fp32"
-
-    def __post_init__(self) -> None:
-        if type(self.micro_batch) is not int or self.micro_batch < 1:
-            raise ValueError(f"micro_batch is {self.micro_batch!r}, but must be a number of sequences, at least 1")
-        for name in ("frees_weights", "recompute"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but must be true or false")
-        if self.optimizer_state not in get_args(StatePlace):
-            raise ValueError(f"optimizer_state is {self.optimizer_state!r}, but must be fp32 or host")
+    optimizer_state: Literal["fp32", "host"] = "fp32"
 
 
 @dataclass(frozen=True)
@@ -77,19 +70,6 @@ class LayoutFile:
     def first(self) -> "TrainConfig":
         """The first layout: all have the same model, batch and number of ranks."""
         return next(iter(self.layouts.values()))
-
-    def choose(self, only: tuple[str, ...]) -> "LayoutFile":
-        """The same file with only the entries whose names contain one of these texts. ValueError if no layout does."""
-        if not only:
-            return self
-
-        def is_chosen(name: str) -> bool:
-            return any(part in name for part in only)
-
-        layouts = {name: layout for name, layout in self.layouts.items() if is_chosen(name)}
-        if not layouts:
-            raise ValueError(f"no layout of {self.path} has {' or '.join(map(repr, only))} in its name")
-        return LayoutFile(self.path, layouts, {name: peer for name, peer in self.peers.items() if is_chosen(name)})
 
 
 def read_layouts(path: Path) -> LayoutFile:
@@ -187,10 +167,10 @@ def _read_peer(path: Path, name: str, own: Any) -> FsdpPeer:
     if not isinstance(own, dict):
         raise ValueError(f"{path}: the peer {name!r} is {own!r}, but must be a table of options")
     try:
-        require_known("option", own, [field.name for field in fields(FsdpPeer)])
-        return FsdpPeer(**own)
-    except ValueError as error:
-        raise ValueError(f"{path}: the peer {name!r}: {error}") from None
+        return FsdpPeer.model_validate(own)
+    except ValidationError as error:
+        problems = "; ".join(describe_problems(error, FsdpPeer.model_fields))
+        raise ValueError(f"{path}: the peer {name!r}: {problems}") from None
 
 
 def predictions_file(out: Path, name: str) -> Path:

@@ -9,7 +9,7 @@ torch's FSDP2 trains the same model in the same job. Runs of a job are interleav
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,9 +74,6 @@ class LayoutsSetting:
         str | None,
         Option("Only predict, for this cluster: a file (`stretto probe`) or a preset's name. Do it before measuring."),
     ] = None
-    only: Annotated[
-        tuple[str, ...], Option("Only layouts and peers with this in their name; may be repeated.", is_repeated=True)
-    ] = ()
     small: Annotated[
         bool, Option("Tiny sizes of the model in the same layouts, for a try, also without a GPU; no comparison.")
     ] = False
@@ -86,7 +83,7 @@ class LayoutsSetting:
 
 
 def run_layouts(setting: LayoutsSetting, out: Path) -> Iterator[Measured] | Measured:
-    file = read_layouts(setting.file).choose(setting.only)
+    file = read_layouts(setting.file)
     file = shrink(file) if setting.small else file
     if setting.cluster is not None:
         return predict_layouts(file, Cluster.find(setting.cluster))
@@ -179,7 +176,7 @@ def _join(file: LayoutFile, predicted: Sequence[Mapping[str, Any]], measured: Se
         "ranks": file.first.ranks,
         "gpus": torch.cuda.device_count(),
         "layouts": {name: describe_options(layout) for name, layout in file.layouts.items()},
-        "peers": {name: asdict(peer) for name, peer in file.peers.items()},
+        "peers": {name: peer.model_dump() for name, peer in file.peers.items()},
         "not_measured": [name for name in (*file.layouts, *file.peers) if name not in known],
         "summary": summary,
     }

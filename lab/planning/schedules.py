@@ -7,7 +7,6 @@ equal memory (as many live micro-batches as there are stages), and at twice that
 number drawn uniformly from [1 - jitter, 1 + jitter]; all orders have the same numbers.
 """
 
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Annotated, Any, get_args
 from lab.harness import Bench, column
 from lab.pictures import describe_origin, select
 from stretto.bench.settings import Option
-from stretto.quantities import require_least
 from stretto.schedules import (
     PipelineTimeline,
     ServeFirst,
@@ -29,45 +27,17 @@ from stretto.schedules import (
     simulate_message_driven,
 )
 
-MAX_UNITS = 1 << 16  # of a schedule that is simulated
+PIPELINES = ((4, 16), (8, 32))  # stages, micro-batches
+LATENCIES = (0.0, 0.25)  # of a message, in forward passes, of which a backward pass takes two
+JITTERS = (0.0, 0.2, 0.5)
 _MEMORY = {"equal": "live micro-batches as 1F1B", "twice": "twice as many"}
 
 
 @dataclass(frozen=True)
 class SchedulesSetting:
-    """Settings of `python -m lab schedules`, which simulates pipelines. A forward pass takes 1 unit of time,
-    a backward pass 2.
+    """Settings of `python -m lab schedules`, which simulates pipelines."""
 
-    Raises ValueError for sizes and times that make no sense.
-    """
-
-    sizes: Annotated[tuple[str, ...], Option("Stages x micro-batches.", separator=" ")] = ("4x16", "8x32")
-    latencies: Annotated[tuple[float, ...], Option("Latencies of a message, in forward passes.")] = (0.0, 0.25)
-    jitters: Annotated[tuple[float, ...], Option("How much the time of a unit varies: 0.2 is 20%.")] = (0.0, 0.2, 0.5)
     seeds: Annotated[int, Option("Seeds of the jitter; medians are of these.", least=1)] = 200
-
-    def __post_init__(self) -> None:
-        self.pipelines()
-        require_least(0, **{f"--latencies {value:g}": value for value in self.latencies})
-        for jitter in self.jitters:
-            if not 0 <= jitter <= 1:
-                raise ValueError(f"--jitters has {jitter:g}, but jitter is from 0 to 1")
-
-    def pipelines(self) -> list[tuple[int, int]]:
-        """Stages and micro-batches of each size. Raises ValueError for a text that is no size."""
-        found = []
-        for text in self.sizes:
-            size = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
-            if size is None:
-                raise ValueError(f"--sizes has {text!r}, but a size is stages x micro-batches, such as 4x16")
-            stages, micro_batches = int(size[1]), int(size[2])
-            if stages < 2 or stages * micro_batches > MAX_UNITS:
-                raise ValueError(
-                    f"--sizes has {text!r}, but a pipeline has at least 2 stages, and here at most {MAX_UNITS} "
-                    "micro-batches of all stages"
-                )
-            found.append((stages, micro_batches))
-        return found
 
 
 @dataclass(frozen=True)
@@ -108,15 +78,15 @@ def list_orders(stages: int, micro_batches: int) -> Iterator[tuple[str, str, Sim
 
 def compare_orders(setting: SchedulesSetting) -> Iterator[Row]:
     """Simulate every order of every pipeline."""
-    for stages, micro_batches in setting.pipelines():
+    for stages, micro_batches in PIPELINES:
         yield from _compare(stages, micro_batches, setting)
 
 
 def _compare(stages: int, micro_batches: int, setting: SchedulesSetting) -> Iterator[Row]:
     orders = list(list_orders(stages, micro_batches))
-    for latency in setting.latencies:
+    for latency in LATENCIES:
         links = StageLinks(latency)
-        for jitter in setting.jitters:
+        for jitter in JITTERS:
             seeds = range(setting.seeds if jitter else 1)
             plain = None
             for name, memory, run in orders:

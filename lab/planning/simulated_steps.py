@@ -10,13 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from lab.harness import Bench, Measured, Table, column
+from lab.harness import LAB, Bench, Measured, Table, column
 from lab.pictures import describe_origin, group
 from lab.planning.comparison import judge_order
 from stretto.axes import check_sizes
-from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.execution import ExecutionOptions, Overlap
 from stretto.models import GPTConfig
@@ -25,29 +24,20 @@ from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.training import simulate_step
 from stretto.simulator.training.simulation import Fidelity
 
+RESULTS = LAB / "results"
+PLANS = ("plan", "plan-2-gpus")
+"""Folders of measured grids, with the machine's probed.toml; `overlap` was measured on the first one's."""
+
 
 @dataclass(frozen=True)
 class SimulatedStepsSetting:
-    """Settings of `python -m lab simulated-steps`: the measured steps that it simulates."""
-
-    plans: Annotated[
-        tuple[str, ...],
-        Option("Folders of measured grids, with the machine's probed.toml.", separator=" ", metavar="FOLDER"),
-    ] = ("lab/results/plan", "lab/results/plan-2-gpus")
-    overlaps: Annotated[
-        Path, Option("A file of `python -m lab overlap` from the first folder's machine.", metavar="FILE")
-    ] = Path("lab/results/overlap/overlap.json")
-
-    def __post_init__(self) -> None:
-        for folder in self.plans:
-            if not (Path(folder) / "probed.toml").is_file():
-                raise ValueError(f"--plans has {folder}, which has no probed.toml; lab/results/plan would do")
+    """Settings of `python -m lab simulated-steps`, which has none."""
 
 
 def simulate_steps(setting: SimulatedStepsSetting) -> Measured:
-    """Simulate each step that was measured. Raises ValueError where a file is missing."""
-    rows = [row for folder in setting.plans for row in compare_plans(Path(folder))]
-    rows += _compare_overlaps(setting.overlaps, Path(setting.plans[0]))
+    """Simulate each step that was measured."""
+    rows = [row for folder in PLANS for row in compare_plans(RESULTS / folder)]
+    rows += _compare_overlaps(RESULTS / "overlap" / "overlap.json", RESULTS / PLANS[0])
     summaries = [_summarize(*each) for each in group(rows, "workload").items()]
     return Measured(rows, tables=(Table("The order of grids", summaries, Summary, "summaries"),))
 
@@ -93,8 +83,10 @@ class Summary:
 
 def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
     cluster = Cluster.load(folder / "probed.toml")
-    measured = _read(folder / "plan.json")
-    models = {each["workload"]: each["model"] for each in _read(folder / "predictions.json")["workloads"]}
+    measured = json.loads((folder / "plan.json").read_text())
+    models = {
+        each["workload"]: each["model"] for each in json.loads((folder / "predictions.json").read_text())["workloads"]
+    }
     overlap = Overlap(copy_engines=measured["date"] > BEFORE_COPY_ENGINES)
     for row in measured["rows"]:
         if row.get("measured_milliseconds") is None:
@@ -109,7 +101,7 @@ def compare_plans(folder: Path) -> Iterator[dict[str, Any]]:
 
 def _compare_overlaps(file: Path, folder: Path) -> Iterator[dict[str, Any]]:
     """The steps of `python -m lab overlap`, in which overlaps are switched on one after another."""
-    cluster, measured = Cluster.load(folder / "probed.toml"), _read(file)
+    cluster, measured = Cluster.load(folder / "probed.toml"), json.loads(file.read_text())
     work = measured["workload"]
     switches: dict[str, bool] = {}
     for row in measured["rows"]:
@@ -155,12 +147,6 @@ def _summarize(workload: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, An
             judged = judge_order(rows, f"{name}_milliseconds")
             summary |= {f"{name}_{key}": value for key, value in judged.items()}
     return summary
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"there is no file {file}: lab/results/plan and `python -m lab overlap` have such results")
-    return json.loads(file.read_text())
 
 
 def plot_simulated_steps(data: dict[str, Any], picture: Path) -> None:
@@ -209,5 +195,5 @@ BENCH = Bench(
     Row,
     title="Measured and simulated steps",
     plot=plot_simulated_steps,
-    about=lambda setting: {"plans": list(setting.plans), "overlaps": str(setting.overlaps)},
+    about=lambda setting: {"plans": list(PLANS)},
 )

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from stretto.simulator.collectives import add_collective, closed_form_seconds
 from stretto.simulator.graph import GraphBuilder
 from stretto.simulator.network.topology import NetworkTopology
-from stretto.suggestions import name_known
 
 DIRECT, BY_DIMENSION = "direct", "by-dimension"
 EXCHANGES = (DIRECT, BY_DIMENSION)
@@ -35,7 +34,6 @@ class Exchange(ABC):
 
     kind: direct or by-dimension. ranks: those that are simulated, of the `world`. slices: the number of slices of a
     fused kernel for each pair of ranks. window: the maximum number of slices of a rank in flight; None: any number.
-    Raises ValueError for an unknown kind, and for by-dimension on anything but a torus of two dimensions.
     """
 
     def __init__(
@@ -43,9 +41,13 @@ class Exchange(ABC):
     ) -> None:
         self.world, self.ranks, self.window = topology.devices, ranks, window
         self._slices, self._kind = slices, kind
-        self._columns = check_exchange(topology, kind)
+        sizes = torus_sizes(topology)
+        assert kind == DIRECT or len(sizes) == 2, f"{topology.name} is no torus of two dimensions"
+        self._columns = sizes[-1] if len(sizes) == 2 else 1
         self._algorithm = "direct" if kind == DIRECT else "two-level-direct"
-        self._reduction, self._reduction_columns = reduction_of(topology)
+        # The all-reduce of the MLPs' gradients is by rows and then columns of a torus, else a ring of all ranks.
+        self._reduction_columns: int | None = sizes[-1] if len(sizes) == 2 else None
+        self._reduction = "ring" if self._reduction_columns is None else "two-level-ring"
 
     @abstractmethod
     def slices(self, rank: int) -> Iterator[Slice]:
@@ -155,24 +157,8 @@ class FormulaExchange(Exchange):
         )
 
 
-def check_exchange(topology: NetworkTopology, kind: str) -> int:
-    """The ranks of a torus's row, or 1 on other networks. ValueError for a kind that cannot run there."""
-    if kind not in EXCHANGES:
-        raise ValueError(f"there is no exchange {kind!r}{name_known(kind, EXCHANGES)}")
-    sizes = torus_sizes(topology)
-    if kind == BY_DIMENSION and len(sizes) != 2:
-        raise ValueError(f"{topology.name} is no torus of two dimensions, so its exchange is {DIRECT}, not {kind}")
-    return sizes[-1] if len(sizes) == 2 else 1
-
-
 def torus_sizes(topology: NetworkTopology) -> tuple[int, ...]:
     """The sizes of a torus's dimensions; () for another network."""
     found = re.fullmatch(r"torus:(\d+(?:x\d+)*)", topology.name)
     sizes = tuple(map(int, found[1].split("x"))) if found else ()
     return sizes if math.prod(sizes) == topology.devices else ()
-
-
-def reduction_of(topology: NetworkTopology) -> tuple[str, int | None]:
-    """The all-reduce of the MLPs' gradients: by rows and then columns of a torus, else a ring of all ranks."""
-    sizes = torus_sizes(topology)
-    return ("two-level-ring", sizes[-1]) if len(sizes) == 2 else ("ring", None)

@@ -21,12 +21,10 @@ from typing import Any
 
 from lab.simulated_dlrm.exchange import DIRECT, Exchange, FormulaExchange, MessageExchange
 from lab.simulated_dlrm.kernels import KernelRates, RecommendationStep
-from stretto.simulator.collectives.patterns import MAX_MESSAGES
 from stretto.simulator.graph import ExecutionGraph, GraphBuilder, execute, pausing_garbage_collection
 from stretto.simulator.network.closed_form import ClosedFormNetwork
 from stretto.simulator.network.event_driven import EventDrivenNetwork
 from stretto.simulator.network.topology import NetworkTopology
-from stretto.suggestions import name_known
 
 SEPARATE, FORWARD, BOTH = "none", "forward", "both"
 FUSIONS = (SEPARATE, FORWARD, BOTH)
@@ -39,28 +37,13 @@ LOOKUP, UPDATE = "look-up", "update"
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRecommendation:
-    """A simulated step. Times in seconds, of rank 0. exchange: the all-to-all of the forward pass, alone."""
+    """A simulated step. Times in seconds, of rank 0."""
 
-    fidelity: str
-    topology: str
-    ranks: int
-    collective: str
-    fused: str
-    kernels: str
-    slice_vectors: int
-    window: int | None
     seconds: float
     exposed: float
     lookup: float
     update: float
     compute: float
-    operations: int
-
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`: times as whole nanoseconds, named *_ns."""
-        names = {"seconds": "step_ns", "exposed": "exposed_ns", "lookup": "lookup_ns", "update": "update_ns"}
-        names |= {"compute": "compute_ns"}
-        return {names.get(key, key): round(value * 1e9) if key in names else value for key, value in vars(self).items()}
 
 
 def simulate_recommendation(
@@ -80,54 +63,24 @@ def simulate_recommendation(
     fused: none, forward, or both passes. collective: direct or by-dimension. slice_vectors: pooled vectors of a slice
     (the last of a pair may be smaller; all are taken to be equal). window: how many slices of a rank are in flight at
     most, in the event-driven network; None: any number, behind which an all-reduce then waits in the links' queues.
-    packet_bytes: of the event-driven network; None: whole messages are stored and forwarded. Raises ValueError for what
-    cannot be simulated.
+    packet_bytes: of the event-driven network; None: whole messages are stored and forwarded.
     """
-    for what, value, known in (("fusion", fused, FUSIONS), ("fidelity", fidelity, FIDELITIES)):
-        if value not in known:
-            raise ValueError(f"there is no {what} {value!r}{name_known(value, known)}")
-    if slice_vectors < 1:
-        raise ValueError(f"slices have {slice_vectors} vectors, but must have at least 1; {SLICE_VECTORS} would do")
-    if window is not None and window < 1:
-        raise ValueError(f"a window of {window} slices lets none be sent; {WINDOW} would do")
     exchange: Exchange
     if fidelity == "closed-form":
         exchange = FormulaExchange(topology, collective, FORMULA_SLICES)
     else:
         slices = -(-step.batch * step.tables // slice_vectors)
         exchange = MessageExchange(topology, collective, slices, window)
-        _check_messages(step, topology.devices, slices * FUSIONS.index(fused), 1 if collective == DIRECT else 2)
     network = ClosedFormNetwork(topology) if fidelity == "closed-form" else EventDrivenNetwork(topology, packet_bytes)
     with pausing_garbage_collection():
-        graph = recommendation_graph(step, kernels, exchange, fused)
-        execution = execute(graph, network)
+        execution = execute(recommendation_graph(step, kernels, exchange, fused), network)
     return SimulatedRecommendation(
-        fidelity=fidelity,
-        topology=topology.name,
-        ranks=topology.devices,
-        collective=collective,
-        fused=fused,
-        kernels=kernels.name,
-        slice_vectors=slice_vectors,
-        window=window,
         seconds=execution.makespan,
         exposed=execution.makespan - execution.busy(0, "compute"),
         lookup=kernels.lookup_seconds(step, topology.devices),
         update=kernels.update_seconds(step, topology.devices),
         compute=execution.busy(0, "compute"),
-        operations=len(graph),
     )
-
-
-def _check_messages(step: RecommendationStep, ranks: int, slices: int, hops: int) -> None:
-    """Raise ValueError for more messages than memory has room for. slices: of a pair of ranks in all fused passes."""
-    buckets = step.layers // max(step.bucket_bytes // step.layer_bytes, 1)
-    messages = ranks * (ranks - 1) * (slices * hops + 2 * buckets)
-    if messages > MAX_MESSAGES:
-        raise ValueError(
-            f"this step sends about {messages:,} messages among {ranks} ranks, and {MAX_MESSAGES:,} are simulated at "
-            "most; larger slices, fewer ranks, samples, tables or layers would do"
-        )
 
 
 def recommendation_graph(

@@ -113,8 +113,5 @@ def _of_pipelining(row: dict[str, Any], instances: int) -> Iterator[MeasuredSche
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror or error}; run from the folder that has results/") from error
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return content

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from lab.harness import ANY_CPU, Bench, Measured, Table, column
+from lab.harness import ANY_CPU, LAB, Bench, Measured, Table, column
 from lab.pictures import describe_origin, select
 from lab.simulated_schedules.cases import MeasuredSchedule, read_gpu_cases
 from lab.simulated_schedules.choices import Choice, Prediction, list_choices, predict_choices, summarize_choices
@@ -25,10 +25,7 @@ from stretto.bench.settings import Option
 from stretto.cluster import Cluster
 from stretto.simulator.schedules import ExecutorCosts, MachineCosts, ProtocolCosts
 
-MEASURED = (
-    *("collectives/collectives.json", "collectives-2-gpus/collectives.json", "two-level/two-level.json"),
-    "simulated-collectives/sockets.json",
-)
+RESULTS = LAB / "results"
 CLUSTER = "dgx-h200"
 CLOSE = 1.05  # contests whose best two differ by less have no winner
 _EXECUTOR_FIGURES = ("launch", "host_seconds")
@@ -53,17 +50,11 @@ _SOCKET_FIGURES = ("latency", "step_seconds", "block_bandwidth")
 
 @dataclass(frozen=True)
 class SimulatedCollectivesSetting:
-    """Where the measurements are. Raises ValueError where they are not."""
+    """Settings of `python -m lab simulated-collectives`."""
 
-    results: Annotated[Path, Option("Folder of the committed results.")] = Path("lab/results")
     gpus: Annotated[
         int | None, Option("Only predict the fastest choices on so many H200 of a node, beside NCCL.", least=2)
     ] = None
-
-    def __post_init__(self) -> None:
-        for path in MEASURED:
-            if not (self.results / path).is_file():
-                raise ValueError(f"{self.results / path} is not there: name the folder of results with --results")
 
 
 @dataclass(frozen=True)
@@ -107,7 +98,7 @@ class WinnerGroup:
 
 def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
     """Fit costs, which are written to `out` too, and predict."""
-    gpu_cases, socket_cases = read_gpu_cases(setting.results), read_socket_cases(setting.results)
+    gpu_cases, socket_cases = read_gpu_cases(RESULTS), read_socket_cases(RESULTS)
     cluster, links = Cluster.preset(CLUSTER), socket_topology()
     on_gpus = SchedulePredictor(lambda ranks: START.topology(cluster, ranks))
     if setting.gpus is not None:
@@ -125,7 +116,7 @@ def simulate_cases(setting: SimulatedCollectivesSetting, out: Path) -> Measured:
     socket_costs = _fit(socket_cases, "sockets", SOCKETS, parameters, on_sockets)
     rows = [_make_row(case, on_gpus.predict(case, gpu_costs)) for case in gpu_cases]
     rows += [_make_row(case, on_sockets.predict(case, socket_costs)) for case in socket_cases]
-    rows += [Row(**row) for row in list_two_level(setting.results)]
+    rows += [Row(**row) for row in list_two_level(RESULTS)]
     source = (
         f"python -m lab simulated-collectives, fitted to every second size of lab/results/collectives, "
         f"collectives-2-gpus and ablations with {1e6 * START.link_latency:g} us from GPU to GPU"

@@ -18,7 +18,7 @@ from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Option
-from stretto.report.run import read_run
+from stretto.report.run import RunRecord, read_run
 from stretto.train.config import TrainConfig, config_to_toml, load_config
 from stretto.train.preflight import preflight
 from stretto.train.trainer import train
@@ -62,8 +62,7 @@ def train_runs(setting: CurvesSetting) -> Iterator[Measured]:
     rows: list[Row] = []
     curves: dict[str, dict[str, list[float]]] = {}
     for model, name in ((model, name) for model, runs in RUNS.items() for name in runs):
-        with tempfile.TemporaryDirectory(prefix="stretto-curves-") as folder:
-            run = read_run(train_example(configure(model, name, setting, Path(folder)), f"{model}, {name}").out)
+        run = train_run(name_run(model, name), setting.steps, f"{model}, {name}")
         apart = [abs(loss - one) for loss, one in zip(run.losses, curves.get(model, {}).get(ONE, ()), strict=False)]
         largest, early = (max(each, default=None) for each in (apart, apart[: setting.steps // 10]))
         held_out = run.evaluations[-1][1]["evaluation_loss"]
@@ -72,16 +71,23 @@ def train_runs(setting: CurvesSetting) -> Iterator[Measured]:
         yield Measured(rows, {"curves": curves})
 
 
-def configure(model: str, name: str, setting: CurvesSetting, out: Path) -> TrainConfig:
-    return make_run(f"{EXAMPLES[model]} {ALL} {RUNS[model][name]}", setting.steps, out)
+def name_run(model: str, name: str) -> str:
+    """The example of a run, and its options."""
+    return f"{EXAMPLES[model]} {ALL} {RUNS[model][name]}"
+
+
+def train_run(example: str, steps: int, label: str) -> RunRecord:
+    """Train an example for so many steps, in a folder that is removed."""
+    with tempfile.TemporaryDirectory(prefix="stretto-curves-") as folder:
+        return read_run(train_example(make_run(example, steps, Path(folder)), label).out)
 
 
 def make_run(example: str, steps: int, out: Path) -> TrainConfig:
     """The configuration of a run of so many steps, evaluated at its end. example: a name, and options."""
-    name, *options = example.split()
-    options += [f"out={out}", *(f"train.{each}={steps}" for each in ("steps", "evaluate_every"))]
+    name, *given = example.split()
+    options = [f"out={out}", *(f"train.{each}={steps}" for each in ("steps", "evaluate_every"))]
     options += [f"train.warmup_steps={steps // 8}", "data.evaluation_sequences=128"]
-    return load_example(name, options)
+    return load_example(name, options + given)
 
 
 def load_example(name: str, options: list[str]) -> TrainConfig:

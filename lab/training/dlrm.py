@@ -45,21 +45,13 @@ class DlrmSetting:
     ranks: Ranks = None
     batch: Annotated[int, Option("Global batch in samples.", least=1)] = 65536
     implementations: Annotated[tuple[str, ...], Option("library, kernel, ahead, graph, with commas.")] = IMPLEMENTATIONS
-    is_jagged: Annotated[bool, Option("Bags from none to twice the pooling.", "--jagged/--no-jagged")] = False
-    precision: Annotated[str, Option("Of the MLPs' fp32 products: highest (fp32), or high (TF32).")] = "highest"
     warm_up: WarmUp = 3
     repeats: Repeats = 10
     rounds: Rounds = 3
     seq_len: ClassVar[int] = 1  # of a sample
 
     def __post_init__(self) -> None:
-        for name in self.implementations:
-            if name not in IMPLEMENTATIONS:
-                known = ", ".join(IMPLEMENTATIONS)
-                raise ValueError(f"there is no implementation {name!r} to measure: there are {known}")
-            if name == "graph" and self.is_jagged:
-                raise ValueError("graph replays steps of one size: leave --jagged out, or graph")
-        require_known("precision", (self.precision,), ("highest", "high"))
+        require_known("implementation", self.implementations, IMPLEMENTATIONS)
         if self.ranks is not None and self.batch % self.ranks:
             raise ValueError(f"a batch of {self.batch} cannot be cut into {self.ranks} parts")
         self.config()
@@ -105,7 +97,6 @@ class _ClicksBatch:
 
 def measure_dlrm(setting: DlrmSetting, ranks: int, out: Path) -> list[dict[str, Any]]:
     """The job of each rank; returns a row an implementation. Rank 0 writes them after each."""
-    torch.set_float32_matmul_precision(setting.precision)
     grid = Grid(data=ranks)
     batches = _make_batches(setting, grid)
     runs = [TrainingRun(name, partial(_Step, name, setting, grid, batches)) for name in setting.implementations]
@@ -201,9 +192,7 @@ class _Step:
 def _make_batches(setting: DlrmSetting, grid: Grid) -> list[_ClicksBatch]:
     """Make this rank's parts of a few global batches, on its device."""
     config = setting.config()
-    clicks = SyntheticClicks(
-        BATCHES * setting.batch, config.rows, config.pooling, dense=config.dense, seed=0, is_jagged=setting.is_jagged
-    )
+    clicks = SyntheticClicks(BATCHES * setting.batch, config.rows, config.pooling, dense=config.dense, seed=0)
     rows = rank_rows(setting.batch, grid.coordinate("data"), grid.size("data"))
     batches = []
     for number in range(BATCHES):

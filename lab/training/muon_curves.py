@@ -6,7 +6,6 @@ Muon's updates have AdamW's size. The weights of grids are those of one rank (te
 """
 
 import itertools
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
-from lab.training.curves import ALL, load_example, train_example
+from lab.training.curves import ALL, train_run
 from stretto.bench.settings import Option
-from stretto.report.run import read_run
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,8 @@ def train_runs(setting: MuonCurvesSetting) -> Iterator[Measured]:
     curves: dict[str, list[float]] = {}
     for lr, name in itertools.product(setting.rates, ("adamw", "muon")):
         label = f"{name}, lr {lr:g}"
-        with tempfile.TemporaryDirectory(prefix="stretto-muon-curves-") as folder:
-            options = f"model.layers=2 {ALL} train.optimizer={name} train.lr={lr}".split()
-            options += [f"out={folder}", *(f"train.{each}={setting.steps}" for each in ("steps", "evaluate_every"))]
-            options += [f"train.warmup_steps={setting.steps // 10}", "data.evaluation_sequences=128"]
-            run = read_run(train_example(load_example("demo", options), label).out)
+        options = f"train.optimizer={name} train.lr={lr} train.warmup_steps={setting.steps // 10}"
+        run = train_run(f"demo model.layers=2 {ALL} {options}", setting.steps, label)
         last = run.losses[-max(1, setting.steps // 10) :]
         rows.append(Row(name, lr, setting.steps, sum(last) / len(last), run.evaluations[-1][1]["evaluation_loss"]))
         curves[label] = list(run.losses)

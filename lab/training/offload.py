@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from lab.harness import Bench, Measured, column
-from lab.training.models import LLAMA_7B
 from stretto.bench.harness import FAILURES, empty_memory, in_one_line, run_ranks, time_steps
 from stretto.bench.settings import Needs, Option, Repeats, SeqLen
 from stretto.cluster.probe import measure_host_link
@@ -25,6 +24,22 @@ from stretto.memory.failures import synchronize
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, no_sync, parallelize
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
+
+# The 7.24 billion parameters of a Llama-3-8B with Llama-2's vocabulary.
+LLAMA_7B = GPTConfig(
+    layers=32,
+    hidden=4096,
+    heads=32,
+    kv_heads=8,
+    ffn=14336,
+    vocab=32_000,
+    max_seq_len=4096,
+    positions="rotary",
+    activation="swiglu",
+    norm="rmsnorm",
+    bias=False,
+    tie_embeddings=False,
+)
 
 
 @dataclass(frozen=True)

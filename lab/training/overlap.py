@@ -6,10 +6,12 @@ copy engines, the last stage, gradients over more than two ranks of z are added 
 """
 
 import json
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,25 +21,23 @@ from torch.profiler import ProfilerActivity, profile
 
 from lab.harness import Bench, column
 from lab.pictures import describe_origin, group
-from lab.training.models import model_config, parse_grids
+from stretto.axes import check_sizes, name_grid
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, SeqLen, WarmUp
+from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
 from stretto.bench.training.runs import Step, TrainingRun, build_stretto, make_grid, measure
-from stretto.bench.training.settings import TrainingWorkload
-from stretto.cluster import name_grid
+from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload
+from stretto.models import GPTConfig
 from stretto.parallel import Grid, Overlap
 from stretto.train.observe.timeline import Interval, copying_streams, is_by_copy_engine, merge, subtract, total
+
+MODEL, SEQ_LEN = "gpt-5b", 2048
 
 
 @dataclass(frozen=True)
 class OverlapSetting:
     """Settings of `python -m lab overlap`."""
 
-    model: Annotated[str, Option("llama-7b, or gpt-5b to gpt-640b.")] = "gpt-5b"
-    layers: Layers = None
     ranks: Ranks = None
-    batch: Annotated[int | None, Option("Global batch in sequences (default: 2 a rank).", least=1)] = None
-    seq_len: SeqLen = 2048
     grids: Annotated[str, Option("Grids to measure.")] = "x=2 z=2, data=2 z=2"
     warm_up: WarmUp = 3
     repeats: Repeats = 5
@@ -46,13 +46,11 @@ class OverlapSetting:
     def __post_init__(self) -> None:
         if self.ranks is not None:
             parse_grids(self.grids, self.ranks)
-            self.workload()
 
     def workload(self) -> TrainingWorkload:
-        """The workload that is trained. Raises ValueError for an unknown model."""
-        config = model_config(self.model, self.layers, self.seq_len)
-        batch = 2 * (self.ranks or 1) if self.batch is None else self.batch
-        return TrainingWorkload(config, batch, self.seq_len, self.warm_up, self.repeats, self.rounds)
+        """The workload that is trained: two sequences a rank."""
+        config = GPTConfig.preset(MODEL, max_seq_len=SEQ_LEN, vocab=PADDED_VOCAB)
+        return TrainingWorkload(config, 2 * (self.ranks or 1), SEQ_LEN, self.warm_up, self.repeats, self.rounds)
 
 
 # In the order of Singh's dissertation (section 5.1.4: OAR, ORS, OAG); then the buckets of data parallelism.
@@ -79,6 +77,21 @@ class Row:
     communication_milliseconds: float = column("communication (ms)", "{:.1f}")
     peak_memory_gib: float = column("peak memory (GiB)", "{:.1f}")
     loss: float = column("loss", "{:.4f}")
+
+
+def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
+    """Parse grids written as "z=4, x=2 z=2". Raises ValueError for an invalid grid of that many ranks."""
+    grids = []
+    for part in text.split(","):
+        fields = part.split()
+        pairs = [re.fullmatch(r"(data|x|y|z)=(\d+)", field) for field in fields]
+        if not all(pairs):
+            raise ValueError(f"{part.strip()!r} is not a grid; write grids as 'z=4, x=2 z=2'")
+        sizes = check_sizes({pair[1]: int(pair[2]) for pair in pairs if pair}).sizes()
+        if prod(sizes.values()) != ranks:
+            raise ValueError(f"the grid {name_grid(sizes)} has {prod(sizes.values())} ranks, but {ranks} are used")
+        grids.append(sizes)
+    return grids
 
 
 def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[dict[str, Any]]:
@@ -182,8 +195,8 @@ BENCH = Bench(
     OverlapSetting,
     lambda setting: run_ranks(setting.ranks, measure_overlap, setting.workload(), setting.ranks, setting.grids),
     Row,
-    title=lambda setting: f"{setting.model}, {setting.ranks} ranks, {setting.seq_len} tokens a sequence",
+    title=lambda setting: f"{MODEL}, {setting.ranks} ranks, {SEQ_LEN} tokens a sequence",
     plot=plot_overlap,
     needs=Needs.RANKS,
-    about=lambda setting: {"model": setting.model, "ranks": setting.ranks, "workload": asdict(setting.workload())},
+    about=lambda setting: {"model": MODEL, "ranks": setting.ranks, "workload": asdict(setting.workload())},
 )

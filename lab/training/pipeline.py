@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lab.harness import Bench, column
 from lab.pictures import describe_origin, group
 from stretto.bench.harness import run_ranks
-from stretto.bench.settings import Option, Repeats
+from stretto.bench.settings import Repeats
 from stretto.execution import StageOptions
 from stretto.parallel import Grid, Pipeline, parallelize
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -42,30 +42,16 @@ from stretto.schedules import (
     simulate_message_driven,
 )
 
+PIPELINES = ((4, 16), (8, 32))  # stages, one on each process, and micro-batches
+UNIT = 0.02  # seconds that F, I and W of a stage sleep each
+LATENCIES = (0.0, 0.005)  # seconds that a message takes
+
 
 @dataclass(frozen=True)
 class PipelineSetting:
-    """Settings of `python -m lab pipeline`. Raises ValueError for settings that cannot work."""
+    """Settings of `python -m lab pipeline`."""
 
-    stages: Annotated[tuple[int, ...], Option("Of each pipeline, one on each process, with commas.")] = (4, 8)
-    micro_batches: Annotated[tuple[int, ...], Option("Of a step of each pipeline, with commas.")] = (16, 32)
-    unit: Annotated[float, Option("Seconds that F, I and W of a stage sleep each.")] = 0.02
-    latencies: Annotated[tuple[float, ...], Option("Seconds that a message takes, with commas.")] = (0.0, 0.005)
     repeats: Repeats = 3
-
-    def __post_init__(self) -> None:
-        if not self.stages or len(self.stages) != len(self.micro_batches):
-            raise ValueError(f"stages is {self.stages} and micro_batches {self.micro_batches}, but must be as many")
-        for stages, micro_batches in zip(self.stages, self.micro_batches, strict=True):
-            if stages < 2 or micro_batches < 2 * stages:
-                raise ValueError(
-                    f"{stages} stages and {micro_batches} micro-batches: there must be at least 2 stages, and twice as "
-                    f"many micro-batches; {max(2, stages)} and {2 * max(2, stages)} would do"
-                )
-        if not self.unit > 0:
-            raise ValueError(f"unit is {self.unit}, but must be positive")
-        if not self.latencies or min(self.latencies) < 0:
-            raise ValueError(f"latencies is {self.latencies}, but must be numbers of 0 and more")
 
 
 @dataclass(frozen=True)
@@ -86,7 +72,7 @@ class Row:
 def run_pipelines(setting: PipelineSetting) -> Iterator[Row]:
     """Measure each schedule on each pipeline and link."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # stages sleep, and messages are between processes of the CPU
-    for pipe, micro_batches in zip(setting.stages, setting.micro_batches, strict=True):
+    for pipe, micro_batches in PIPELINES:
         yield from run_ranks(pipe, measure, setting, pipe, micro_batches)
 
 
@@ -308,9 +294,9 @@ def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[Row
         dist.init_process_group("gloo")
     grid = Grid(pipe=pipe, device="cpu")
     rows: list[Row] = []
-    for latency in setting.latencies:
-        cases = list_cases(pipe, micro_batches, latency / setting.unit)
-        runs = {case: prepare_pipeline(case, grid, setting.unit, latency) for case in cases}
+    for latency in LATENCIES:
+        cases = list_cases(pipe, micro_batches, latency / UNIT)
+        runs = {case: prepare_pipeline(case, grid, latency) for case in cases}
         x = torch.ones(micro_batches, 8)
         for pipeline in runs.values():
             pipeline.step(x)  # connects, and exchanges shapes
@@ -322,10 +308,10 @@ def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[Row
                 times[case].append(_makespan(pipeline))
         for pipeline in runs.values():
             pipeline.close()
-        units = {case: statistics.median(found) / setting.unit for case, found in times.items()}
+        units = {case: statistics.median(found) / UNIT for case, found in times.items()}
         base = next(units[case] for case in cases if case.label == "1f1b")
         for case, measured in units.items():
-            timeline = model_of(case, pipe, micro_batches, latency / setting.unit)
+            timeline = model_of(case, pipe, micro_batches, latency / UNIT)
             live = max(live_micro_batches(timeline.schedule).ranks) / case.virtual_stages
             about = pipe, micro_batches, latency * 1e3, case.label, live
             predicted = timeline.makespan
@@ -333,12 +319,12 @@ def measure(setting: PipelineSetting, pipe: int, micro_batches: int) -> list[Row
     return rows
 
 
-def prepare_pipeline(case: Case, grid: Grid, unit: float, latency: float) -> Pipeline:
-    """Make the pipeline of a case, of stages that sleep `unit` seconds for each of F, I and W."""
+def prepare_pipeline(case: Case, grid: Grid, latency: float) -> Pipeline:
+    """Make the pipeline of a case, of stages that sleep `UNIT` seconds for each of F, I and W."""
     pipe = grid.size("pipe")
     torch.manual_seed(0)
     pace = Pace()
-    model = SleepingModel(2 * pipe, unit / 2)
+    model = SleepingModel(2 * pipe, UNIT / 2)
     stages = StageOptions(case.virtual_stages, case.placement)
     parallelize(model, grid, roles={"blocks.*.linear": "colwise"}, stages=stages)
     for module in model.modules():
@@ -405,4 +391,5 @@ BENCH = Bench(
     Row,
     title="A step in pipeline stages that sleep",
     plot=plot_pipeline,
+    about=lambda setting: {"setting": {"repeats": setting.repeats, "unit": UNIT}},
 )

@@ -5,7 +5,6 @@ Runs are `stretto train`'s on one rank of the CPU, which rounds to fp8 as GPUs d
 and the mixture of experts of `python -m lab curves` with four blocks, of which the first and the last stay in bf16.
 """
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,8 @@ from typing import Annotated, Any
 
 from lab.harness import Bench, Measured, column
 from lab.pictures import describe_origin
-from lab.training.curves import ALL, EXAMPLES, MOE, make_run, train_example
+from lab.training.curves import ALL, EXAMPLES, MOE, train_run
 from stretto.bench.settings import Option
-from stretto.report.run import read_run
-from stretto.train.config import TrainConfig
 
 BF16 = "bf16"
 RUNS = {
@@ -52,8 +49,7 @@ def train_runs(setting: PrecisionSetting) -> Iterator[Measured]:
     rows: list[Row] = []
     curves: dict[str, dict[str, list[float]]] = {}
     for model, name in ((model, name) for model in MODELS for name in RUNS):
-        with tempfile.TemporaryDirectory(prefix="stretto-precision-") as folder:
-            run = read_run(train_example(configure(model, name, setting, Path(folder)), f"{model}, {name}").out)
+        run = train_run(name_run(model, name), setting.steps, f"{model}, {name}")
         last = run.losses[-setting.steps // 10 :]
         loss, held_out = sum(last) / len(last), run.evaluations[-1][1]["evaluation_loss"]
         assert held_out is not None
@@ -64,8 +60,9 @@ def train_runs(setting: PrecisionSetting) -> Iterator[Measured]:
         yield Measured(rows, {"curves": curves})
 
 
-def configure(model: str, name: str, setting: PrecisionSetting, out: Path) -> TrainConfig:
-    return make_run(f"{EXAMPLES[model]} {ALL} model.layers=4 {RUNS[name]}", setting.steps, out)
+def name_run(model: str, name: str) -> str:
+    """The example of a run, and its options."""
+    return f"{EXAMPLES[model]} {ALL} model.layers=4 {RUNS[name]}"
 
 
 def plot_precisions(data: dict[str, Any], picture: Path) -> None:

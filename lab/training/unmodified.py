@@ -25,7 +25,7 @@ from lab.experts import ROUTINGS
 from lab.experts.routing import draw_routing
 from lab.harness import ANY_CPU, Bench, Measured, column, keep_rows
 from lab.training.families import TRANSFORMERS
-from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, captured, compare_replicas
+from lab.training.unmodified_steps import Groups, TransformerWorkload, Way, build_step, compare_replicas
 from stretto.axes import check_sizes
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Layers, Needs, Option, Ranks, Repeats, Rounds, WarmUp, require_known
@@ -64,7 +64,6 @@ class TransformersSetting:
     routing: Annotated[tuple[str, ...], Option(f"Of tokens to experts: {', '.join(ROUTINGS)}, with commas.")] = (
         ROUTINGS[:1]
     )
-    with_captured: Annotated[bool, Option("Also as one CUDA graph a step.", "--captured/--no-captured")] = False
     context: Annotated[
         bool, Option("Only runs that cut sequences among ranks, and one that cuts activations by x.")
     ] = False
@@ -140,7 +139,7 @@ def run_transformers(setting: TransformersSetting, out: Path) -> Iterator[Measur
             if _is_chosen(each["name"], setting.only, names):
                 chosen.setdefault(each["name"], Way("stretto", grid=each["grid"], options=each["options"]))
         keep = partial(_keep, out, name, about, predicted)
-        measured = run_ranks(ranks, measure_model, workload, chosen, ranks, setting.with_captured, keep)
+        measured = run_ranks(ranks, measure_model, workload, chosen, ranks, keep)
         rows = _compare(measured, predicted)
         yield Measured(rows, about, _judge(rows), name=name, title=_title(workload, ranks))
 
@@ -263,16 +262,14 @@ def _name(grid: Mapping[str, int]) -> str:
 
 
 def measure_model(
-    workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, with_captured: bool, keep: Any
+    workload: TransformerWorkload, ways: Mapping[str, Way], ranks: int, keep: Any
 ) -> list[dict[str, Any]]:
     device = Grid(data=ranks, timeout=TIME_LIMIT).device  # joins the job
     groups = Groups(device)
     runs: list[TrainingRun] = []
     for name, way in ways.items():
         build = partial(build_step, workload, way, groups)
-        run = TrainingRun(name, build, is_peer=way.is_peer, is_compiled=bool(way.compiles))
-        can_capture = with_captured and way.compiles and not way.is_async and device.type == "cuda"
-        runs += [run, captured(run)] if can_capture else [run]
+        runs.append(TrainingRun(name, build, is_peer=way.is_peer, is_compiled=bool(way.compiles)))
     return measure(runs, workload, device, extra=compare_replicas, keep=keep)
 
 

@@ -32,11 +32,11 @@ from lab.training.families import TRANSFORMERS, make_transformer
 from lab.training.muon_peers import ShardedMuon, orthogonalize_exchanged, orthogonalize_gathered
 from stretto.axes import OUTER_TO_INNER
 from stretto.bench.training.fsdp2 import clip_sharded_grad_norm_
-from stretto.bench.training.runs import MAX_NORM, Step, Stepped, TrainingRun
+from stretto.bench.training.runs import MAX_NORM, Step, Stepped
 from stretto.huggingface.known_modules import cache_of_nothing, keeps_keys_and_values
 from stretto.ops import free_workspaces
 from stretto.optim import AdamW, Muon, hidden_matrices
-from stretto.parallel import CapturedStep, Grid, balance_experts, clip_scale, gradient_norm, no_sync, parallelize
+from stretto.parallel import Grid, balance_experts, clip_scale, gradient_norm, no_sync, parallelize
 
 LEARNING_RATE = 1e-5
 PLACEMENTS: tuple[Placement, Placement] = Shard(1), Replicate()  # of activations between and within layers
@@ -153,16 +153,6 @@ def build_step(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:
     groups.free_workspaces()
     workload = workload if way.routing is None else replace(workload, routing=way.routing)
     return (_build_stretto if way.kind == "stretto" else _build_torch)(workload, way, groups)
-
-
-def captured(run: TrainingRun) -> TrainingRun:
-    """The same run with each step as one CUDA graph."""
-
-    def build() -> Step:
-        step = CapturedStep(run.build())
-        return lambda: Stepped(*step())
-
-    return replace(run, name=f"{run.name}, captured", build=build)
 
 
 def _build_stretto(workload: TransformerWorkload, way: Way, groups: Groups) -> Step:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from lab.harness import Bench, column
 from lab.two_level.namespaces import Network, require_namespaces, shaped_network
 from lab.two_level.run import run_ranks_on
-from stretto.bench.settings import Option
+from stretto.bench.settings import Option, require_known
 
 if TYPE_CHECKING:
     from stretto.cluster.two_level import Links
@@ -53,9 +53,7 @@ class BetweenNodesSetting:
     ] = ()
 
     def __post_init__(self) -> None:
-        for kind in self.only:
-            if kind not in KINDS:
-                raise ValueError(f"there is no kind {kind!r}: {', '.join(KINDS)} will do")
+        require_known("kind", self.only, KINDS)
         self.network(2)
 
     @property

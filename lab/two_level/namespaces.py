@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab.processes import raising_on_sigterm
+from stretto.cli.console import raising_on_sigterm
 
 INTERFACE = "stretto"  # a node's network interface, in its namespace
 _MTU = 9000

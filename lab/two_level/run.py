@@ -6,8 +6,11 @@ The prediction uses both settings, and only the software time of a message is me
 """
 
 import json
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -16,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from lab.harness import Bench, Measured, Table, column
 from lab.pictures import describe_origin, group
-from lab.processes import Processes
 from lab.two_level.namespaces import Network, command_in, require_namespaces, shaped_network
 from stretto.bench.settings import Option
 
@@ -158,8 +160,42 @@ def run_ranks_on(nodes: Sequence[int], module: str, given: dict[str, Any], limit
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         arguments = json.dumps(given), str(Path(folder) / "store"), str(len(nodes))
         commands = [command_in(node, module, *arguments, str(rank)) for rank, node in enumerate(nodes)]
-        with Processes(commands) as ranks:
-            return ranks.receive("measuring; its own words are above", limit)[0]
+        return run_processes(commands, limit)
+
+
+def run_processes(commands: Sequence[Sequence[str]], limit: float) -> Any:
+    """Run a process a rank, which end with this one. Returns the JSON that rank 0 writes to stdout.
+
+    Raises ValueError if a rank fails, or after `limit` seconds.
+    """
+    with tempfile.TemporaryFile() as answer, ExitStack() as stack:
+        ranks: list[subprocess.Popen[bytes]] = []
+        for command in commands:
+            out = subprocess.DEVNULL if ranks else answer
+            # In a session of its own: Ctrl-C reaches this process alone.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, start_new_session=True)
+            ranks.append(process)
+            stack.callback(_end, process)
+        end = time.monotonic() + limit
+        while (codes := [process.poll() for process in ranks]) != [0] * len(ranks):
+            if failed := [rank for rank, code in enumerate(codes) if code]:
+                raise ValueError(f"rank {failed[0]} of the bench died; its own words are above")
+            if time.monotonic() >= end:
+                raise ValueError(f"rank {codes.index(None)} of the bench did not answer within {limit:.0f} s")
+            time.sleep(0.05)
+        answer.seek(0)
+        return json.load(answer)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Close a rank's stdin, at which it exits even in the middle of a command, and kill it if it remains."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _predict_longest(setting: TwoLevelSetting) -> float:

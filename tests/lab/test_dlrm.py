@@ -39,5 +39,5 @@ def test_both_implementations_are_rows_and_a_missing_kernel_has_a_reason(
 def test_a_batch_that_cannot_be_cut_and_an_unknown_implementation_are_refused() -> None:
     with pytest.raises(ValueError, match="a batch of 64 cannot be cut into 3 parts"):
         replace(TINY, ranks=3)
-    with pytest.raises(ValueError, match="there is no implementation 'auto' to measure"):
+    with pytest.raises(ValueError, match="there is no implementation 'auto': there are library"):
         replace(TINY, implementations=("auto",))

@@ -60,7 +60,5 @@ def test_between_nodes_slices_alone_are_studied() -> None:
 
 
 def test_an_unknown_study_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match="there is no study 'orders': there are occupancy, slice, order, launches, timeline"
-    ):
+    with pytest.raises(ValueError, match="there is no study 'orders'; did you mean 'order'"):
         FiguresSetting(studies=("orders",))

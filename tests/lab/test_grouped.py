@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m lab grouped`: all ways compute the same, and predictions need no GPU."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from lab.experts.routing import count_rows_sent, draw_routing, load_of, take_rec
 
 def test_all_parts_of_a_step_are_computed_as_by_torch(ranks):
     cases = GroupedSetting(models=("qwen3-30b-a3b",), tokens=(16,), routing=("skewed",)).cases()
-    rows = ranks(1).run(measure_rows, 1, "cpu", cases, [None] * 5 + [1.0], partial(measure, "auto"), len)[0]
+    rows = ranks(1).run(measure_rows, 1, "cpu", cases, [None] * 5 + [1.0], measure, len)[0]
     assert [row["part"] for row in rows] == list(PARTS)
     for row in rows:
         assert row.get("failed") is None

@@ -7,7 +7,7 @@ import pytest
 from tests.lab.workloads import WORKLOAD, start_on_pool
 
 from lab.training import overlap
-from lab.training.overlap import BENCH, STAGES, OverlapSetting, exposed_time
+from lab.training.overlap import BENCH, STAGES, OverlapSetting, exposed_time, parse_grids
 from stretto.parallel import Overlap
 
 
@@ -15,6 +15,17 @@ def test_each_stage_adds_one_overlap_and_the_last_has_all():
     on = [sum(vars(stage).values()) for stage in STAGES.values()]
     assert on == [0, 1, 2, 3, 4, 5]
     assert list(STAGES.values())[-1] == Overlap()
+
+
+def test_grids_are_read_as_people_write_them():
+    assert parse_grids("z=4,x=2 z=2", 4) == [
+        {"pipe": 1, "data": 1, "x": 1, "y": 1, "z": 4},
+        {"pipe": 1, "data": 1, "x": 2, "y": 1, "z": 2},
+    ]
+    with pytest.raises(ValueError, match="the grid x=2 has 2 ranks, but 4 are used"):
+        parse_grids("x=2", 4)
+    with pytest.raises(ValueError, match="'w=4' is not a grid; write grids as"):
+        parse_grids("w=4", 4)
 
 
 @pytest.mark.exhaustive

@@ -10,9 +10,10 @@ from lab.planning.schedules import BENCH, SchedulesSetting
 
 @pytest.mark.long
 def test_message_driven_order_gains_where_it_has_twice_the_memory(tmp_path):
-    rows = BENCH(SchedulesSetting(sizes=("4x16",), seeds=5), tmp_path)["rows"]
-    found = {(row["latency"], row["jitter"], row["order"], row["memory"]): row for row in rows}
-    assert len(found) == len(rows) == 2 * 3 * 9
+    rows = BENCH(SchedulesSetting(seeds=2), tmp_path)["rows"]
+    keys = ("latency", "jitter", "order", "memory")
+    found = {tuple(row[key] for key in keys): row for row in rows if row["size"] == "4 x 16"}
+    assert 2 * len(found) == len(rows) == 2 * 2 * 3 * 9
     for (latency, jitter, order, memory), row in found.items():
         assert row["live"] <= (4 if memory == "equal" else 8)
         if order.startswith("message-driven"):
@@ -20,18 +21,3 @@ def test_message_driven_order_gains_where_it_has_twice_the_memory(tmp_path):
     assert found[0, 0, "1F1B", "equal"]["makespan"] == 57
     assert json.loads((tmp_path / "schedules.json").read_text())["rows"] == rows
     assert (tmp_path / "schedules.png").is_file()
-
-
-@pytest.mark.parametrize(
-    ("setting", "words"),
-    [
-        ({"sizes": ("4",)}, "--sizes has '4', but a size is stages x micro-batches, such as 4x16"),
-        ({"sizes": ("1x16",)}, "a pipeline has at least 2 stages"),
-        ({"sizes": ("1000x1000",)}, "at most 65536"),
-        ({"jitters": (2.0,)}, "--jitters has 2, but jitter is from 0 to 1"),
-        ({"latencies": (-1.0,)}, "--latencies -1 is -1.0, but must be at least 0"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(setting, words):
-    with pytest.raises(ValueError, match=words):
-        SchedulesSetting(**setting)

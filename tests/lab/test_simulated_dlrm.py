@@ -4,16 +4,16 @@
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lab.simulated_dlrm import H200, MI210, KernelRates, RecommendationStep, simulate_recommendation
 from lab.simulated_dlrm.exchange import MessageExchange
+from lab.simulated_dlrm.kernels import H200, MI210, KernelRates, RecommendationStep
+from lab.simulated_dlrm.step import simulate_recommendation
 from stretto.simulator import EventDrivenNetwork, GraphBuilder, execute
-from stretto.simulator.network.shapes import fully_connected, ring, switch, torus
+from stretto.simulator.network.shapes import fully_connected, ring, torus
 
 MS = 1e-3
 # 2 ranks. A vector has 4 bytes; a rank pools 2,000 of 10 rows; 4,000 bytes go to the other rank.
@@ -38,7 +38,6 @@ PAIR = fully_connected(2, 1e6, 0.0)  # 4,000 bytes in 4 ms; an all-reduce of a l
 )
 def test_a_step_of_two_ranks_takes_what_its_timeline_adds_up_to(fused, fidelity, milliseconds):
     found = simulate_recommendation(STEP, RATES, PAIR, fused=fused, fidelity=fidelity, slice_vectors=10)
-    assert found.fidelity == fidelity
     assert found.seconds == pytest.approx(milliseconds * MS, abs=0.05 * MS)
     assert found.lookup == pytest.approx(10 * MS)
     assert found.update == pytest.approx(20 * MS)
@@ -147,47 +146,9 @@ def test_a_second_simulation_gives_the_same_times():
     network = torus((2, 4), 25e9, 700e-9)
     first, second = (simulate_recommendation(RecommendationStep(), MI210, network, fused="both") for _ in range(2))
     assert first == second
-    assert set(first.as_json()) >= {"step_ns", "exposed_ns", "lookup_ns", "fidelity"}
-    assert first.as_json()["step_ns"] == round(first.seconds * 1e9)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"fused": "backward"}, "there is no fusion 'backward': there are none, forward, both"),
-        ({"fidelity": "exact"}, "there is no fidelity 'exact'"),
-        ({"collective": "by-dimension"}, "full:2 is no torus of two dimensions, so its exchange is direct"),
-        ({"collective": "ring"}, "there is no exchange 'ring'"),
-        ({"slice_vectors": 0}, "slices have 0 vectors"),
-        ({"window": 0}, "a window of 0 slices"),
-    ],
-)
-def test_unsupported_simulations_raise(change, message):
-    with pytest.raises(ValueError, match=message):
-        simulate_recommendation(STEP, RATES, PAIR, **change)
-
-
-@pytest.mark.parametrize(
-    ("change", "network"),
-    [({"batch": 1_000_000, "tables": 100_000}, PAIR), ({}, switch(60_000, 1e9, 0.0)), ({"layers": 900_000}, ROUND)],
-)
-def test_a_step_of_more_messages_than_memory_holds_is_refused_before_it_is_made(change, network):
-    with pytest.raises(ValueError, match=r"sends about [0-9,]+ messages among .* simulated at most"):
-        simulate_recommendation(replace(RecommendationStep(), **change), MI210, network, fused="forward")
-
-
-def test_numbers_that_make_no_step_are_refused():
-    with pytest.raises(ValueError, match="tables is 0, but must be a whole number of at least 1"):
-        RecommendationStep(tables=0)
-    with pytest.raises(ValueError, match="bottom_layers is 43, but must be less than all 43 layers; 42 would do"):
-        RecommendationStep(bottom_layers=43)
-    with pytest.raises(ValueError, match="layers is 999999999, but must be at most 1,000,000"):
-        RecommendationStep(layers=999_999_999)
-    with pytest.raises(ValueError, match="lookup of MI210 is 0"):
-        replace(MI210, lookup=0.0)
 
 
 @pytest.mark.long
 def test_the_simulator_needs_no_torch():
-    code = "import sys, lab.simulated_dlrm, stretto.simulator.chakra; print('torch' in sys.modules)"
+    code = "import sys, lab.simulated_dlrm.step, stretto.simulator.chakra; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

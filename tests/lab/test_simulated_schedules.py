@@ -58,11 +58,6 @@ def test_cases_are_read_from_the_committed_results():
     assert [each.seconds for each in nccl] == [pytest.approx(4535.7e-6, rel=1e-4)]  # Stretto called NCCL there
 
 
-def test_missing_results_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"collectives\.json: No such file"):
-        read_gpu_cases(tmp_path)
-
-
 def test_a_fit_finds_the_costs_that_made_the_times():
     predictor = SchedulePredictor(lambda ranks: switch(ranks, 450e9, 250e-9))
     cases = [replace(one, seconds=predictor.predict(one, COSTS)) for one in (case(1 << n) for n in range(10, 28, 3))]

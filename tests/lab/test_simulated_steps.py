@@ -45,16 +45,6 @@ def test_the_committed_times_are_what_the_simulator_gives(monkeypatch):
             assert row["simulated_milliseconds"] == pytest.approx(known["simulated_milliseconds"], rel=1e-6)
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"there is no file .*plan.json: lab/results/plan"):
-        list(simulated_steps.compare_plans(_probe_alone(tmp_path)))
-
-
-def _probe_alone(folder):
-    (folder / "probed.toml").write_text((ROOT / "lab/results/plan/probed.toml").read_text())
-    return folder
-
-
 @pytest.mark.exhaustive
 def test_rounds_of_micro_batches_that_are_not_simulated_take_as_long_as_the_last(monkeypatch):
     found = predict_pipeline(12, GridSizes(pipe=4, data=12), 12 * 60, 1)

@@ -16,14 +16,13 @@ from tests.processes import LIMIT
 from typer.testing import CliRunner
 
 from lab.commands import app
-from lab.processes import Processes
 from lab.two_level import between_nodes, namespaces
 from lab.two_level import run as two_level
 from lab.two_level.between_nodes import KINDS, BetweenNodesSetting, make_topology, measure_kinds
 from lab.two_level.between_nodes_rank import SCHEDULES
 from lab.two_level.namespaces import Network, list_leftovers, namespace_of, shaped_network
 from lab.two_level.rank import DelayedTransport
-from lab.two_level.run import BENCH, TwoLevelSetting
+from lab.two_level.run import BENCH, TwoLevelSetting, run_processes
 from stretto.collectives import verify
 from stretto.collectives.two_level import GroupTransport, Message, predict
 from stretto.simulator.schedules import ExecutorCosts, ProtocolCosts
@@ -90,12 +89,21 @@ def test_nothing_is_left_after_an_error_and_a_killed_runs_rest_is_removed(monkey
     assert list_leftovers() == []
 
 
-def test_a_rank_that_dies_is_named_and_the_others_are_ended():
-    programs = ("import sys; sys.stdin.read()", "raise SystemExit(3)")
-    with pytest.raises(ValueError, match="rank 1 of the bench died at: start"):
-        with Processes([[sys.executable, "-c", program] for program in programs]) as ranks:
-            ranks.receive("start", LIMIT)
-    assert all(process.poll() is not None for process in ranks._processes)
+def test_a_rank_that_dies_is_named_and_the_others_are_ended(tmp_path):
+    file = tmp_path / "pid"
+    lives = f"import os, pathlib, sys; pathlib.Path({str(file)!r}).write_text(str(os.getpid())); sys.stdin.read()"
+    dies = f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.01)\nraise SystemExit(3)"
+    with pytest.raises(ValueError, match="rank 1 of the bench died"):
+        run_processes([[sys.executable, "-c", program] for program in (lives, dies)], LIMIT)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
+def test_the_answer_is_rank_0s(capfd):
+    programs = ("import json; print(json.dumps({'a': 1}))", "print('noise')")
+    assert run_processes([[sys.executable, "-c", program] for program in programs], LIMIT) == {"a": 1}
+    with pytest.raises(ValueError, match="rank 0 of the bench did not answer within 0 s"):
+        run_processes([[sys.executable, "-c", "import time; time.sleep(60)"]], 0.0)
 
 
 def test_without_root_the_command_raises(monkeypatch, tmp_path):
@@ -237,5 +245,5 @@ def test_rows_between_namespaces_say_what_was_asked_and_predicted(monkeypatch):
     flat, auto, *_, without, other = (row.predicted_ms for row in rows if row.kind == "training")
     assert flat > auto > 800  # the fewest bytes over a link take so long: 6.4 MB to and fro
     assert without is other is None  # `plan` knows no trunk
-    with pytest.raises(ValueError, match="there is no kind 'put': puts, all-reduce, "):
+    with pytest.raises(ValueError, match="there is no kind 'put'; did you mean 'puts'"):
         BetweenNodesSetting(only=("put",))

@@ -3,10 +3,9 @@
 
 import hashlib
 import json
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,7 @@ import typer
 
 from stretto.atomic_files import require_writable, require_writable_folder
 from stretto.cli.commands import App, with_options_of
-from stretto.cli.console import Json, fail, print_json, refusing_bad_input
+from stretto.cli.console import Json, fail, print_json, raising_on_sigterm, refusing_bad_input
 from stretto.cli.schedules import (
     DEFAULT_MAX_FILE_BYTES,
     Compilation,
@@ -385,7 +384,7 @@ def run(
             from stretto.collectives.host_benchmark import run_host_benchmark
 
             try:
-                with _cleaning_up_when_ended():
+                with raising_on_sigterm():
                     result = run_host_benchmark(
                         schedule, size, dtype, reduction, repeats=repeats, slots=given.slots, in_place=given.in_place
                     )
@@ -406,20 +405,6 @@ def run(
         )
     if result.wrong:
         raise typer.Exit(NOT_VERIFIED)
-
-
-@contextmanager
-def _cleaning_up_when_ended() -> Iterator[None]:
-    """Make SIGTERM unwind the program as Ctrl-C does, so that its processes and files are removed."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _agree_to_run(script: Path, *, is_agreed: bool) -> None:

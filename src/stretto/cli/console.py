@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Annotated, Any
@@ -111,3 +112,20 @@ def stdout_on_stderr() -> Iterator[None]:
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@contextmanager
+def raising_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM unwind as Ctrl-C does, so that what was made is removed. Does nothing outside the main thread."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

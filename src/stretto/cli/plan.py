@@ -181,28 +181,11 @@ def plan(
             refuse_options(call, "--json, which has all plans", "top", "explain")
         if modes:
             refuse_options(call, "--modes, which shows one grid", "top")
-        given: dict[str, Any] = {
-            "gpus": gpus,
-            "batch": batch,
-            "seq_len": seq_len,
-            "documents": documents,
-            "dtype": dtype,
-            "optimizer": optimizer,
-            "reshard": reshard,
-            "shard_sequence": shard_sequence,
+        given = {name: call.params[name] for name in (*_OF_STEPS, *_OF_EXPERTS, *_OF_PIPELINES)} | {
             "clips": clip,
-            "expert": expert,
-            "expert_tensor": expert_tensor,
-            "imbalance": imbalance,
-            "captured": captured,
             "two_level": _read_two_level(two_level),
             "context": _read_ranks("context", context),
             "pipe": _read_ranks("pipe", pipe),
-            "schedule": schedule,
-            "virtual_stages": virtual_stages,
-            "extra_warm_up": extra_warm_up,
-            "limit": limit,
-            "serve_first": serve_first,
         }
         asked = read_workload(config) if config is not None else {}
         asked |= {name: value for name, value in given.items() if value is not None}
@@ -259,15 +242,7 @@ def _plan_inference(
     asked: dict[str, Any], gpus: int | None, tpot: str | None, dtype: str, top: int, *, as_json: bool
 ) -> None:
     """Print grids by how they answer requests."""
-    meanings = _REQUIRED | {
-        "batch": "requests at a time",
-        "prompt": "tokens of a prompt",
-        "context": "tokens in the cache of a request that decodes",
-    }
-    missing = {f"--{name}": meanings[name] for name, value in asked.items() if value is None}
-    if missing:
-        lines = "".join(f"\n  {option}  {meaning}" for option, meaning in missing.items())
-        raise ValueError(f"{are_missing(list(missing))}:{lines}")
+    _require(_OF_REQUESTS, asked)
     prompts, contexts = (_read_lengths(name, asked[name]) for name in ("prompt", "context"))
     seconds = None if tpot is None else read_seconds(tpot)
 
@@ -346,22 +321,34 @@ def _choose_state(
     return None if is_auto else of_file
 
 
+# Options that the planner takes under the same names.
+_OF_STEPS = ("gpus", "batch", "seq_len", "documents", "dtype", "optimizer", "reshard", "shard_sequence", "captured")
+_OF_EXPERTS = ("expert", "expert_tensor", "imbalance")
+_OF_PIPELINES = ("schedule", "virtual_stages", "extra_warm_up", "limit", "serve_first")
 _REQUIRED = {
     "model": "the model's name or file",
     "batch": "the global batch, in sequences",
     "seq_len": "tokens a sequence",
     "cluster": "a machine of `stretto cluster list`, or a cluster file",
 }
+_OF_REQUESTS = {name: _REQUIRED[name] for name in ("model", "cluster")} | {
+    "prompt": "tokens of a prompt",
+    "context": "tokens in the cache of a request that decodes",
+    "batch": "requests at a time",
+}
 
 
 def require_all(asked: dict[str, Any]) -> None:
-    """Raise ValueError that names all options that are missing."""
-    missing = {f"--{name.replace('_', '-')}": name for name in _REQUIRED if asked.get(name) is None}
-    if not missing:
-        return
-    meanings = "".join(f"\n  {option}  {_REQUIRED[name]}" for option, name in missing.items())
-    from_file = "\nA CONFIG.toml has all of these but --cluster." if set(missing.values()) - {"cluster"} else ""
-    raise ValueError(f"{are_missing(list(missing))}:{meanings}{from_file}")
+    """Raise ValueError that names all options of a training plan that are missing."""
+    _require(_REQUIRED, asked, "\nA CONFIG.toml has all of these but --cluster.")
+
+
+def _require(meanings: dict[str, str], asked: dict[str, Any], note: str = "") -> None:
+    """Raise ValueError that names all options that are missing, and what they mean."""
+    missing = {f"--{name.replace('_', '-')}": text for name, text in meanings.items() if asked.get(name) is None}
+    if missing:
+        lines = "".join(f"\n  {option}  {text}" for option, text in missing.items())
+        raise ValueError(f"{are_missing(list(missing))}:{lines}{note if set(missing) - {'--cluster'} else ''}")
 
 
 def read_workload(path: Path) -> dict[str, Any]:
@@ -405,16 +392,7 @@ def read_workload(path: Path) -> dict[str, Any]:
 
 
 _OF_PREDICT = (
-    "batch",
-    "seq_len",
-    "documents",
-    "dtype",
-    "optimizer",
-    "state",
-    "clips",
-    "imbalance",
-    "captured",
-    "two_level",
+    *("batch", "seq_len", "documents", "dtype", "optimizer", "state", "clips", "imbalance", "captured", "two_level"),
 )
 
 

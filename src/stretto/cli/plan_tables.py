@@ -3,6 +3,7 @@
 
 import json
 import textwrap
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from stretto.axes import EXPERT, INNER_TO_OUTER, STAGE_AXES, name_grid
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from stretto.cluster import Cluster
     from stretto.planner import GridPlan
     from stretto.planner.inference import InferencePlan, PassSeconds
@@ -17,18 +21,10 @@ if TYPE_CHECKING:
 
 
 def print_modes(plans: "list[GridPlan]", cost: str) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     first = plans[0]
-    table = Table(
-        title=f"Modes of recomputation on {name_grid(first.grid)}, micro-batches of {first.micro_batch}",
-        box=box.SIMPLE_HEAD,
-    )
+    title = f"Modes of recomputation on {name_grid(first.grid)}, micro-batches of {first.micro_batch}"
     headings = ("recompute", "step", "computation", "communication", "memory", "kept", "of it on hosts", "fits")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "recompute" else "right", no_wrap=True)
+    table = _make_table(title, headings, left=("recompute",), padding=(0, 1))
     for plan in plans:
         table.add_row(
             plan.recompute,
@@ -40,9 +36,7 @@ def print_modes(plans: "list[GridPlan]", cost: str) -> None:
             _memory(plan.activations_on_host),
             "yes" if plan.fits else "no",
         )
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)
+    console = _print_wide(table, 120)
     console.print("communication: all that a rank sends in a step, hidden or not", highlight=False, soft_wrap=True)
     console.print("kept: activations of all blocks, between the passes of a micro-batch", highlight=False)
     if cost == "paper":
@@ -50,16 +44,10 @@ def print_modes(plans: "list[GridPlan]", cost: str) -> None:
 
 
 def print_inference(plans: "list[InferencePlan]", cluster: "Cluster", top: int) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     good = sum(plan.fits and plan.meets for plan in plans)
     title = f"{len(plans)} grids on {cluster.name}, {good} of which hold all requests in time"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     headings = ("", "grid", "first token", "limit", "sums", "a token", "limit", "sums", "tokens/s/GPU", "cache", "fits")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
+    table = _make_table(title, headings)
     for place, plan in enumerate(plans[:top], start=1):
         is_good = plan.fits and plan.meets
         table.add_row(
@@ -72,9 +60,7 @@ def print_inference(plans: "list[InferencePlan]", cluster: "Cluster", top: int) 
             "no" if not plan.fits else "yes" if plan.meets else "late",
             style=None if is_good else "dim",
         )
-    console = Console()
-    console.width = max(console.width, 150)
-    console.print(table)
+    console = _print_wide(table, 150)
     notes = (
         "first token: of a prompt alone; a token: one step that decodes the whole batch, of which the rate is",
         "limit: the GPU's bytes and FLOPs by its data sheet, without communication; sums: communication's part",
@@ -91,30 +77,23 @@ def _pass_cells(seconds: "PassSeconds") -> tuple[str, str, str]:
 
 def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int, *, has_memory: bool) -> None:
     """has_memory: whether to show where optimizer state is stored, and what is recomputed."""
-    from rich import box
     from rich.console import Console
     from rich.measure import Measurement
-    from rich.table import Table
 
     from stretto.planner.memory import USABLE, max_allocated
     from stretto.planner.optimizer_state import USABLE_OF_HOST
 
     fitting = sum(plan.fits for plan in plans)
     title = f"{len(plans)} grids on {cluster.name}, {fitting} of which fit"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    console = Console()
     axes = INNER_TO_OUTER if any(plan.grid["pipe"] > 1 for plan in plans) else STAGE_AXES[::-1]
     if all(plan.grid.get("context", 1) == 1 for plan in plans):
         axes = tuple(axis for axis in axes if axis != "context")
     axes += (EXPERT,) * any(plan.exposed.get(EXPERT) for plan in plans)
     time, of_axes = ("communication", "ms") if cost == "paper" else ("step", "exposed ms")
-    for heading in ("", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"):
-        table.add_column(heading, justify="left" if heading == "grid" else "right", no_wrap=True)
     has_pipelines = any(plan.schedule is not None for plan in plans)
-    for heading in ("schedule", "bubble") if has_pipelines else ():
-        table.add_column(heading, justify="left" if heading == "schedule" else "right", no_wrap=True)
-    for heading in ("state", "recompute", "host, a node") if has_memory else ():
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ["", "grid", "micro", time, f"{of_axes}: {'/'.join(axes)}", "memory", "fits"]
+    headings += ["schedule", "bubble"] * has_pipelines + ["state", "recompute", "host, a node"] * has_memory
+    table = _make_table(title, headings)
     any_host_bound = any(plan.is_host_bound for plan in plans[:top])
     marks = ("", "") if has_memory else (" ", "*")
     for place, plan in enumerate(plans[:top], start=1):
@@ -131,6 +110,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
             *((plan.optimizer_state, plan.recompute, _memory(plan.host_memory_of_node)) if has_memory else ()),
             style=None if plan.fits else "dim",
         )
+    console = Console()
     width = console.width
     whole = Measurement.get(console, console.options.update(max_width=1000), table).maximum
     console.width = max(console.width, whole)  # a narrow terminal wraps lines; a figure cut short would be another one
@@ -168,6 +148,29 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
         _print_text(note, width, "Note: ")
 
 
+def _make_table(
+    title: str, headings: Iterable[str], left: Collection[str] = ("grid", "schedule"), padding: Any = (0, 1, 0, 0)
+) -> "Table":
+    """A table of columns of numbers; left: the headings of those of words."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=padding, pad_edge=padding == (0, 1))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    return table
+
+
+def _print_wide(table: "Table", least: int) -> "Console":
+    """Print a table on a console of so many characters or more, which is returned."""
+    from rich.console import Console
+
+    console = Console()
+    console.width = max(console.width, least)
+    console.print(table)
+    return console
+
+
 def _print_text(text: str, width: int, first: str = "") -> None:
     """Print a text in lines of the terminal's width, below what stands before it."""
     print("\n".join(textwrap.wrap(text, width, initial_indent=first, subsequent_indent=" " * len(first))))
@@ -197,20 +200,12 @@ def _explain_pipelines(plans: "list[GridPlan]", width: int) -> None:
 
 
 def print_formulas(plan: "GridPlan") -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     title = f"Memory of a rank on {name_grid(plan.grid)}, optimizer_state={plan.optimizer_state}, in bytes"
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for heading in ("what", "formula", "with", "bytes"):
-        table.add_column(heading, justify="right" if heading == "bytes" else "left", no_wrap=True)
+    table = _make_table(title, ("what", "formula", "with", "bytes"), ("what", "formula", "with"), padding=(0, 1))
     for each in plan.formulas:
         terms = ", ".join(f"{name} = {value:,.0f}" for name, value in each.terms.items())
         table.add_row(each.name.replace("_", " "), each.formula or "by layers", terms, f"{each.bytes:,.0f}")
-    console = Console()
-    console.width = max(console.width, 120)
-    console.print(table)
+    console = _print_wide(table, 120)
     if (step := plan.terms.get("the optimizer")) is not None:
         console.print(f"a step of the optimizer takes {step:.4g} s of {plan.step_time:.4g} s", highlight=False)
     if plan.nic_bytes:

@@ -6,9 +6,9 @@
 
 `DLRM` and `DLRMConfig` are the model in plain PyTorch. `distribute_tables` places tables on ranks, whole by
 `place_tables`, or also cut and replicated by `plan_tables`, and replicates the MLPs. data: click logs. training: what
-`stretto train` runs for `model.kind = "dlrm"`. simulation: a step on any network, without a GPU.
+`stretto train` runs for `model.kind = "dlrm"`.
 
-Names are imported on first use: configurations and `simulation` also work on a machine without torch.
+Names are imported on first use: configurations also work on a machine without torch.
 """
 
 from typing import TYPE_CHECKING

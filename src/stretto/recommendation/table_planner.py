@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from stretto.cluster import Cluster
 
 _FP32, _INDEX = 4, 8  # bytes
-_SLOT, _TRACKED = (
-    4,
-    16,
-)  # bytes of GPU memory: of a row of a cached table, and of a row in the cache besides its numbers
+_SLOT, _TRACKED = 4, 16  # bytes on the GPU: of a cached table's row, and of a row in the cache besides its numbers
 _BATCHES = 3  # of whose rows a cache has room for at least: two are in flight, and batches differ
 _FILLED = 0.9  # the part of the ranks' memory that caches fill: shards are of unequal sizes
 STATE_SIZES = {"sgd": (0, 0), "rowwise-adagrad": (1, 0), "full-adagrad": (0, 1), "adam": (0, 2)}
