@@ -288,6 +288,12 @@ def needs_gradients(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
+def require_no_gradients(operator: str, *tensors: Tensor | None) -> None:
+    """ValueError where gradients would be needed, of which the operator has none."""
+    if needs_gradients(*tensors):
+        raise ValueError(f"{operator} has no gradients: call it under torch.no_grad(), or detach its operands")
+
+
 def require_no_tangents(*tensors: Tensor | None) -> None:
     """NotImplementedError for forward-mode derivatives, which torch.library would silently make zeros of."""
     if forward_ad._current_level < 0:
@@ -365,19 +371,9 @@ def require_operands(
 
 def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """ValueError unless weight [n, k] and bias [n] have x's dtype and device, and a supported layout."""
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{operator}: a bias for weight {show_shape(weight)} is [{weight.shape[0]}], not {show_shape(bias)}"
-        )
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is None:
-            continue
-        if other.dtype != x.dtype:
-            raise ValueError(f"{operator}: x is {x.dtype} and {name} {other.dtype}: convert one of them")
-        if other.device != x.device:
-            raise ValueError(f"{operator}: x is on {x.device} and {name} on {other.device}: move one of them")
-    if bias is not None and not bias.is_contiguous():
-        raise ValueError(f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it")
+    require_like(operator, "weight", weight, weight.shape, x.dtype, x.device, may_have_gaps=True)
+    if bias is not None:
+        require_like(operator, "bias", bias, weight.shape[:1], x.dtype, x.device)
     if not (weight.is_contiguous() or weight.t().is_contiguous()):
         raise ValueError(
             f"{operator} takes a contiguous weight, or the transpose of one, not strides {weight.stride()}: call "
@@ -390,14 +386,7 @@ def require_out(operator: str, out: Tensor, shape: tuple[int, ...], dtype: torch
 
     others: the call's operands and other outputs, whose first determines the device; none may share memory with it.
     """
-    device = next(one.device for one in others if one is not None)
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
-        raise ValueError(
-            f"{operator}: out is {list(shape)} of {dtype} on {device}, not {show_shape(out)} of {out.dtype} on "
-            f"{out.device}"
-        )
-    if not out.is_contiguous():
-        raise ValueError(f"{operator} writes to a contiguous out, not to strides {out.stride()}")
+    require_like(operator, "out", out, shape, dtype, next(one.device for one in others if one is not None))
     if out.requires_grad or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in others)):
         raise ValueError(
             f"{operator} with out= has no gradients, as torch's functions have none: call it under torch.no_grad() "
@@ -417,6 +406,28 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
         return False  # subclasses, fake tensors among them, may have no address
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def require_like(
+    operator: str,
+    name: str,
+    given: Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device,
+    *,
+    may_have_gaps: bool = False,
+) -> None:
+    """ValueError unless a tensor has this shape, dtype (or one of these) and device, and is contiguous."""
+    is_right = given.shape == shape and (given.dtype is dtype or (type(dtype) is tuple and given.dtype in dtype))
+    if not (is_right and given.device == device and (may_have_gaps or given.is_contiguous())):
+        kinds = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
+        wanted = f"{list(shape)} of {kinds} on {device}{', contiguous' * (not may_have_gaps)}"
+        raise ValueError(f"{operator}: {name} is {wanted}, not {describe_tensor(given)}")
+
+
+def describe_tensor(tensor: Tensor) -> str:
+    return f"{show_shape(tensor)} of {tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
 
 
 def require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
