@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory.gpus import count_multiprocessors
-from stretto.ops.operator import Autograd, define_operator, needs_gradients
+from stretto.ops.operands import needs_gradients
+from stretto.ops.operator import Autograd, define_operator
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -18,19 +18,12 @@ from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
-from stretto.ops.operator import (
+from stretto.ops.operands import (
     DTYPES,
     FP8,
-    all_reduce,
-    copy_to,
-    define_operator,
     describe_tensor,
     divide_first_dim,
-    find_group,
-    find_name,
     flatten_rows,
-    gather_rows,
-    reduce_scatter,
     require_like,
     require_matrices,
     require_no_gradients,
@@ -39,6 +32,15 @@ from stretto.ops.operator import (
     restore_dims,
     show_shape,
     takes_tensors,
+)
+from stretto.ops.operator import (
+    all_reduce,
+    copy_to,
+    define_operator,
+    find_group,
+    find_name,
+    gather_rows,
+    reduce_scatter,
 )
 
 _MIN_DEPTH = 32  # the smallest step over k in which tensor cores take fp8

@@ -7,19 +7,8 @@ from torch import Tensor
 
 from stretto.ops.config import encode_implementation
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, reduce_by_tree
-from stretto.ops.operator import (
-    DTYPES,
-    all_reduce,
-    define_operator,
-    find_group,
-    find_name,
-    flatten_rows,
-    require_agreement,
-    require_like,
-    require_no_gradients,
-    require_place,
-    takes_tensors,
-)
+from stretto.ops.operands import DTYPES, flatten_rows, require_like, require_no_gradients, require_place, takes_tensors
+from stretto.ops.operator import all_reduce, define_operator, find_group, find_name, require_agreement
 from stretto.ops.row_sums.kernel import (
     SumOperands,
     add_in_parts,

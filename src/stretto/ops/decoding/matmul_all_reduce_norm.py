@@ -15,21 +15,16 @@ from stretto.ops.gemm import GroupProduct
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
-from stretto.ops.operator import (
+from stretto.ops.operands import (
     DTYPES,
-    abandon,
-    count_product_flops,
-    define_operator,
-    find_group,
-    find_name,
     flatten_rows,
-    require_agreement,
     require_like,
     require_matrices,
     require_no_gradients,
     require_operands,
     takes_tensors,
 )
+from stretto.ops.operator import abandon, count_product_flops, define_operator, find_group, find_name, require_agreement
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels, choose_singles, find_tiles
-from stretto.ops.operator import (
+from stretto.ops.operands import (
     DTYPES,
-    define_operator,
     describe_tensor,
     require_device,
     require_no_gradients,
     show_shape,
     takes_tensors,
 )
+from stretto.ops.operator import define_operator
 from stretto.tiles import INTERPRETED
 
 MAX_SIZE = 256

@@ -32,7 +32,8 @@ from stretto.ops.embedding.operator import (
 )
 from stretto.ops.embedding.placement import require_input
 from stretto.ops.embedding.table_set import SeenTensors, accept_tables, find_tables
-from stretto.ops.operator import find_name, is_traced, require_dense, require_like, takes_tensors
+from stretto.ops.operands import require_dense, require_like, takes_tensors
+from stretto.ops.operator import find_name, is_traced
 from stretto.suggestions import require_one_of
 
 STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}

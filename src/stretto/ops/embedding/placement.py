@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stretto.memory import exchange
 from stretto.memory.plain_data import all_gather_data
-from stretto.ops.operator import DTYPES, find_group, find_known, require_device, require_like
+from stretto.ops.operands import DTYPES, require_device, require_like
+from stretto.ops.operator import find_group, find_known
 from stretto.suggestions import require_one_of
 
 MODES = ("sum", "mean")

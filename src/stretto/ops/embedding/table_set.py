@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from stretto.ops.operator import DTYPES, require_dense
+from stretto.ops.operands import DTYPES, require_dense
 
 MAX_DIM = 2048
 _MAX_KEPT = 256

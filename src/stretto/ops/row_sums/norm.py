@@ -16,15 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.gemm import divide_up, fixed
-from stretto.ops.operator import (
-    DTYPES,
-    Autograd,
-    define_operator,
-    describe_tensor,
-    require_like,
-    show_shape,
-    takes_tensors,
-)
+from stretto.ops.operands import DTYPES, describe_tensor, require_like, show_shape, takes_tensors
+from stretto.ops.operator import Autograd, define_operator
 from stretto.suggestions import require_one_of
 from stretto.tiles import INTERPRETED, kind_of
 from stretto.tiles.launches import find_launches
