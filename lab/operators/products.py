@@ -32,7 +32,7 @@ from stretto.bench.operators.settings import CASES, FLUX_ROWS, OPERATORS, local_
 from stretto.bench.settings import Needs, Option, Ranks, require_known
 from stretto.cluster import Cluster
 from stretto.ops import KernelConfig, tuning
-from stretto.ops.operator import FP8
+from stretto.ops.operands import FP8
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 from stretto.planner.compute import Device

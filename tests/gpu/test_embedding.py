@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Embedding look-ups on real GPUs: random jagged batches past stragglers, graphs, gradients, updates and faults."""
 
-import contextlib
 import json
 import random
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from stretto.ops.embedding import forward
 from stretto.ops.embedding.forward_kernel import ORDERS
 from stretto.ops.embedding.launch_config import LaunchConfig
 from stretto.parallel import Grid
-from tests.ops.embedding.backward_configs import push_by_copies
 from tests.ops.embedding.jagged import Case, Kind, fill_case, is_close
 
 Run = Callable[..., list[Any]]
@@ -121,20 +119,19 @@ def differentiate(folder: Path, seed: int, calls: int) -> None:
         if any(each != drawn[0] for each in drawn):
             wrong.append((number, "the ranks have drawn other batches", drawn))
         first: list[torch.Tensor] = []
-        for sparse, by_copies in ((False, False), (False, True), (True, False)):
+        for sparse in (False, True):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
             if number % world == rank:
                 torch.cuda._sleep(1_000_000)
             out = call(case, tables, sparse=sparse)
-            with push_by_copies() if by_copies else contextlib.nullcontext():
-                out.backward(own_rows(case, case.grad))
+            out.backward(own_rows(case, case.grad))
             grads = [table.grad.to_dense() if sparse else table.grad for table in tables]
             first = first or grads
             for place, (grad, right) in enumerate(zip(grads, expected, strict=True)):
                 if not is_close(grad, right, grad.dtype) or not torch.equal(grad, first[place]):
                     errors, is_first = (grad.double() - right).abs().amax(1), torch.equal(grad, first[place])
                     rows = errors.topk(min(4, len(errors))).indices.tolist()
-                    wrong.append((number, sparse, by_copies, place, errors.max().item(), rows, is_first))
+                    wrong.append((number, sparse, place, errors.max().item(), rows, is_first))
     write(folder, wrong)
 
 

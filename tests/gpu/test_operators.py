@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from stretto import ops
 from stretto.memory import PeerError, compilation, shared_gpus
 from stretto.ops import choices, confirmation
-from stretto.ops.operator import FP8, _caches
+from stretto.ops.operands import FP8
+from stretto.ops.operator import _caches
 from stretto.parallel import Grid
 
 Run = Callable[..., list[Any]]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from stretto import ops
 from stretto.memory import shared_gpus
-from stretto.ops.operator import FP8
+from stretto.ops.operands import FP8
 from stretto.parallel import Grid
 from tests.gpu.test_operators import SEED, Run, error, gather, poison, read, scatter, takes
 

@@ -25,7 +25,8 @@ from stretto.ops.embedding.placement import EmbeddingPlacement
 from stretto.ops.embedding.table_set import find_tables
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.moe import activation, permutation
-from stretto.ops.operator import FP8, OperatorWorkspace
+from stretto.ops.operands import FP8
+from stretto.ops.operator import OperatorWorkspace
 
 # As attributes of the package these are the functions.
 gather_module = importlib.import_module("stretto.ops.all_gather_matmul")

@@ -43,7 +43,7 @@ from stretto.ops.gemm import (
     takes_tma,
 )
 from stretto.ops.joint.kernel import CopiedTiles, add_rows, joint_gemm_by_copies
-from stretto.ops.operator import FP8
+from stretto.ops.operands import FP8
 from stretto.ops.small_m import PacketExchange, gemm_exchange
 from stretto.ops.tuning import vary_blocks
 from stretto.tiles import begin_call

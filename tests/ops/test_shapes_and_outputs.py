@@ -163,7 +163,7 @@ def refuse_lists():
         ([], {}, "weight is a tensor or a list of one or more tensors, not "),
         ([weight, None], {}, r"weight\[1\] is a dense tensor, not None"),
         ([weight, weight[:, :7]], {}, "differ in k"),
-        ([weight, weight.half()], {}, "x is torch.float32 and weight torch.float16"),
+        ([weight, weight.half()], {}, "weight is .* of torch.float32 on cpu, not .* of torch.float16"),
         ([weight] * 2, {"bias": [None]}, "bias for a list of 2 weights is as long a list, not 1"),
         ([weight] * 2, {"bias": torch.zeros(6)}, "bias for a list of 2 weights is as long a list, not Tensor"),
         ([weight] * 2, {"out": [torch.zeros(8, 6)]}, "out for a list of 2 weights is as long a list, not 1"),
@@ -241,11 +241,11 @@ def refuse_outputs():
     for operator, rows in ((ops.all_gather_matmul, 8), (ops.matmul_reduce_scatter, 2), (ops.matmul_all_reduce, 4)):
         memory = torch.zeros(rows * 16)
         for out, words in (
-            (torch.zeros(rows, 7), rf"out is \[{rows}, 8\] of torch.float32 on cpu, not \[{rows}, 7\]"),
+            (torch.zeros(rows, 7), rf"out is \[{rows}, 8\] of torch.float32 on cpu, contiguous, not \[{rows}, 7\]"),
             (torch.zeros(1, rows, 8), rf"out is \[{rows}, 8\] of torch.float32"),
             (torch.zeros(rows, 8).half(), "out is .*, not .* of torch.float16"),
             (torch.zeros(rows, 8, device="meta"), "out is .*, not .* on meta"),
-            (memory.view(rows, 16)[:, :8], "writes to a contiguous out"),
+            (memory.view(rows, 16)[:, :8], r"out is .*, contiguous, not .* with strides \(16, 1\)"),
             (torch.zeros(rows, 8).requires_grad_(), "with out= has no gradients"),
             ([torch.zeros(rows, 8)], "out is a dense tensor, not|a list of biases, and of outputs"),
         ):

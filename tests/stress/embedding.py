@@ -2,11 +2,9 @@
 """Stress configurations of embedding look-ups: every order and tile of the forward pass, backward, and update."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from tests.stress.exchange import compile_all_to_all
@@ -37,7 +35,6 @@ _BACKWARD = "ops.embedding.backward_kernel."
 SORTED = tuple(_BACKWARD + name for name in ("find_keys", "count_chunks", "place_chunks", "reduce_chunks"))
 COMBINED = _BACKWARD + "combine_chunks"
 PUSHED = tuple(_BACKWARD + name for name in ("begin_push", "push_gradients"))
-COPIED = ("tiles.calls.begin_call", "tiles.signals.wait_for_all")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -47,8 +44,7 @@ class LookUp:
 
     action: "forward"; "dense" or "sparse" gradients; an optimizer, "sgd", "adagrad", "full-adagrad" or "adam", or
     "stochastic", sgd rounded so; or "alone", with no exchange. config: of the forward kernel, None for the default.
-    by_copies: copy engines push gradients, and not programs. has_none: the last rank has no tables. schedule: an
-    all-to-all's algorithm, by which vectors move.
+    has_none: the last rank has no tables. schedule: an all-to-all's algorithm, by which vectors move.
     """
 
     action: str = "forward"
@@ -57,7 +53,6 @@ class LookUp:
     mode: str = "sum"
     is_weighted: bool = False
     config: LaunchConfig | None = None
-    by_copies: bool = False
     has_none: bool = False
     schedule: str = ""
     dims: tuple[int, ...] = (16, 32, 16)
@@ -223,7 +218,7 @@ class EmbeddingCase(StressCase):
     def _differentiate(self, entry: int) -> Iterator[Check]:
         is_sparse = self._look_up.action == "sparse"
         tables = [table.detach().requires_grad_() for table in self._tables]
-        with self._choosing_backward(), torch.enable_grad():
+        with torch.enable_grad():
             out = self._call_operator(entry, tables, sparse=is_sparse)
             out.backward(self._grads[entry])
         for table, right in zip(tables, self._gradients[entry], strict=True):
@@ -241,11 +236,10 @@ class EmbeddingCase(StressCase):
         clock = self._clock.zero_() if is_stochastic or look_up.action == "adam" else None
         kind = "sgd" if is_stochastic else look_up.action
         step = ops.TableUpdate(kind, self._settings, states, clock, is_stochastic=is_stochastic)
-        with self._choosing_backward():
-            ops.embedding_all_to_all_update(
-                self._grads[entry], indices, offsets, tables, self._team.group,
-                update=step, weights=weights, mode=look_up.mode, batch=self._batch, name=self._name,
-            )  # fmt: skip
+        ops.embedding_all_to_all_update(
+            self._grads[entry], indices, offsets, tables, self._team.group,
+            update=step, weights=weights, mode=look_up.mode, batch=self._batch, name=self._name,
+        )  # fmt: skip
         for number, table in enumerate(tables):
             if look_up.action == "sgd":
                 right = self._tables[number].double() - self._gradients[entry][number]
@@ -265,15 +259,6 @@ class EmbeddingCase(StressCase):
 
         clones: list[Tensor] = self._team.keep(("embedding tables", self._name), make)
         return clones
-
-    def _choosing_backward(self) -> Any:
-        """A context in which copy engines push gradients, if the form has `by_copies`."""
-        if not self._look_up.by_copies:
-            return nullcontext()
-        choose = backward.choose_backward_config
-        return mock.patch.object(
-            backward, "choose_backward_config", lambda *arguments: choose(*arguments)._replace(push_programs=0)
-        )
 
     def poison(self) -> None:
         """Poison the ring of outputs, none of which is in use, and the gradients that peers push."""
@@ -355,19 +340,10 @@ def list_configurations() -> list[Configuration]:
             LookUp("alone", config=LaunchConfig(4, 2, 8, 2, 2, "by_table")),
             ("ops.embedding.forward_kernel.pool_alone",),
         ),
-        "backward/dense": (
-            "dense gradients, pushed by programs",
-            LookUp("dense"),
-            (*FORWARD, *PUSHED, *SORTED, COMBINED),
-        ),
-        "backward/dense-copies": (
-            "dense gradients, pushed by copy engines",
-            LookUp("dense", by_copies=True, dtype=BF16),
-            (*FORWARD, *COPIED, *SORTED, COMBINED),
-        ),
+        "backward/dense": ("dense gradients", LookUp("dense"), (*FORWARD, *PUSHED, *SORTED, COMBINED)),
+        "backward/dense-bf16": ("in bf16", LookUp("dense", dtype=BF16), (*FORWARD, *PUSHED, *SORTED, COMBINED)),
         "backward/sparse": ("sparse gradients", LookUp("sparse", is_weighted=True), (*FORWARD, *PUSHED, *SORTED)),
         "update/sgd": ("SGD on the rows that were looked up", LookUp("sgd"), (*PUSHED, *SORTED)),
-        "update/sgd-copies": ("the same, pushed by copy engines", LookUp("sgd", by_copies=True), (*COPIED, *SORTED)),
         "update/adagrad": ("row-wise adagrad", LookUp("adagrad"), (*PUSHED, *SORTED)),
         "update/full-adagrad": ("a state for each number", LookUp("full-adagrad"), (*PUSHED, *SORTED)),
         "update/adam": ("two states and the clock's correction", LookUp("adam"), (*PUSHED, *SORTED)),

@@ -13,7 +13,8 @@ from tests.stress.harness.team import Team, is_exact
 from torch import Tensor
 
 from stretto import ops
-from stretto.ops.operator import FP8, OperatorWorkspace, _caches, list_node_groups, list_put_channels
+from stretto.ops.operands import FP8
+from stretto.ops.operator import OperatorWorkspace, _caches, list_node_groups, list_put_channels
 
 FAMILY = "operators"
 ENTRIES = 6

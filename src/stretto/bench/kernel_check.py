@@ -23,7 +23,7 @@ from stretto.collectives.executor.host import run_on_host
 from stretto.collectives.selection import CHOICES, AlgorithmChoice
 from stretto.launch import changed_environment
 from stretto.memory import exchange
-from stretto.ops.operator import FP8
+from stretto.ops.operands import FP8
 from stretto.parallel import Grid
 
 _SIZES = ((64, 192, 128), (2, 512, 256), (50, 131, 77))  # rows, n and k of a rank; TMA does not take the last ones

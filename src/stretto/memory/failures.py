@@ -27,6 +27,7 @@ A failure lasts as long as its workspace: when that is closed, or freed with its
 and when no failed record is left, the flags are cleared.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -167,7 +168,7 @@ class FailureRecord:
             return
         with _lock:
             for index, word in reversed(list(enumerate(words))):
-                self._shown[index] = _signed(word)
+                self._shown[index] = ctypes.c_int32(word).value
             _summary[0] = 1
             if self.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
                 self.failed.fill_(1)
@@ -292,12 +293,6 @@ def read_limit(words: Sequence[int]) -> float:
     """The limit of the wait that a record describes, in seconds."""
     low, high = (int(word) & 0xFFFFFFFF for word in words[LIMIT : LIMIT + 2])
     return (high << 32 | low) / 1e9
-
-
-def _signed(word: int) -> int:
-    """A 32-bit word as int32."""
-    word &= 0xFFFFFFFF
-    return word - (1 << 32) if word >= 1 << 31 else word
 
 
 # The watchdog: ends a process that does not look.

@@ -162,11 +162,10 @@ def install(device_key: str = "CUDA", host_key: str = "CPU") -> None:
             op = getattr(torch.ops._c10d_functional, name).default
             functional.impl(op, kernels.functional(op, is_reduction=name in _FUNCTIONAL_REDUCTIONS), device_key)
         _libraries.extend((collectives, functional))
-        if hasattr(torch.ops._dtensor, "shard_dim_alltoall"):
-            tensors = torch.library.Library("_dtensor", "IMPL")
-            op = torch.ops._dtensor.shard_dim_alltoall.default
-            tensors.impl(op, kernels.functional(op, is_reduction=False), device_key)
-            _libraries.append(tensors)
+        tensors = torch.library.Library("_dtensor", "IMPL")
+        op = torch.ops._dtensor.shard_dim_alltoall.default
+        tensors.impl(op, kernels.functional(op, is_reduction=False), device_key)
+        _libraries.append(tensors)
 
 
 def uninstall() -> None:
@@ -236,7 +235,8 @@ class _HostStagingKernels:
                 return op.redispatch(self.host_keys, tensors, group, *options)
             before = self._record_event()
             staged = _to_host(tensors, False)
-            _, work = _split_returned(op.redispatch(self.host_keys, staged, group, *options))
+            returned = op.redispatch(self.host_keys, staged, group, *options)
+            work = returned[-1] if isinstance(returned, tuple) else returned
             ended: torch.futures.Future[list[Tensor]] = torch.futures.Future()
 
             def finish() -> None:
@@ -325,11 +325,6 @@ class _HostStagingKernels:
             before.wait()
             _copy_back(tensors, staged)
             torch.cuda.current_stream().synchronize()
-
-
-def _split_returned(returned: Any) -> tuple[Any, Any]:
-    """Split what a c10d operator returns into (what was written or None, the boxed Work)."""
-    return returned if isinstance(returned, tuple) else (None, returned)
 
 
 def _resolve(group: Any) -> dist.ProcessGroup:

@@ -2,9 +2,10 @@
 """Overlapped operators: computation fused with its collective, as torch.library operators with gradients.
 
 An operator and its kernels are in the file of its name; a kernel's docstring says what it signals and waits for, by
-`stretto.tiles`. GEMMs share `operator` (definition, gradients), `config`, `choices` and `tuning` (choice of a kernel),
-`gemm` (the tiles' products) and `small_m` (few rows). `attention` shares a sequence; its kernels are torch's.
-`decoding` has what inference needs beside them, `invariant` sums whose bits do not depend on the batch or the ranks.
+`stretto.tiles`. GEMMs share `operator` (definition, gradients), `operands` (checks), `config`, `choices` and `tuning`
+(choice of a kernel), `gemm` (the tiles' products) and `small_m` (few rows). `attention` shares a sequence; its kernels
+are torch's. `decoding` has what inference needs beside them, `invariant` sums whose bits do not depend on the batch or
+the ranks.
 """
 
 from stretto.ops import moe

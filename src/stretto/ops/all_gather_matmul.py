@@ -41,6 +41,7 @@ from stretto.ops.gemm import (
 )
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
+from stretto.ops.operands import flatten_rows, require_operands, require_out, takes_tensors
 from stretto.ops.operator import (
     Autograd,
     abandon,
@@ -50,13 +51,9 @@ from stretto.ops.operator import (
     find_group,
     find_name,
     find_workspace,
-    flatten_rows,
     gather_rows,
-    require_operands,
-    require_out,
     save_operands,
     scatter_sum,
-    takes_tensors,
 )
 
 _MOVED_BYTES = 256 << 10  # that a program moves at a time, at most

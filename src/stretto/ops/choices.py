@@ -39,7 +39,8 @@ from stretto.ops.config import (
 )
 from stretto.ops.gemm import takes_tma
 from stretto.ops.joint.registry import CANDIDATES, find_schedule, is_runnable, list_rings, name_between_nodes
-from stretto.ops.operator import FP8, find_group, require_agreement, require_no_capture
+from stretto.ops.operands import FP8
+from stretto.ops.operator import find_group, require_agreement, require_no_capture
 from stretto.ops.prediction import Speeds, find_speeds
 from stretto.quantities import read_switch
 from stretto.tiles import INTERPRETED

@@ -119,7 +119,8 @@ def time_calls(runs: Sequence[Callable[[], object]], device: torch.device, turns
     if turns > 1:
         rate = torch.cuda.get_device_properties(device).clock_rate * 1e3
         torch.cuda._sleep(int(min(2 * turns * (time.perf_counter() - began), _MAX_SLEEP) * rate))
-    events = [[_make_events() for _ in runs] for _ in range(turns)]
+    make_event = partial(torch.cuda.Event, enable_timing=True)
+    events = [[(make_event(), make_event()) for _ in runs] for _ in range(turns)]
     for each in events:
         for run, (start, end) in zip(runs, each, strict=True):
             start.record()
@@ -133,7 +134,3 @@ def time_calls(runs: Sequence[Callable[[], object]], device: torch.device, turns
             time.sleep(1e-4)
     found = [[start.elapsed_time(end) / 1e3 for start, end in each] for each in events]
     return [statistics.median(of_run) for of_run in zip(*found, strict=True)]
-
-
-def _make_events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -17,6 +17,7 @@ from stretto.ops.gemm import GroupProduct
 from stretto.ops.invariant.matmul import multiply_all_reduce, require_plain
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
+from stretto.ops.operands import flatten_rows, require_operands, require_out, restore_dims, takes_tensors
 from stretto.ops.operator import (
     Autograd,
     all_reduce,
@@ -26,12 +27,7 @@ from stretto.ops.operator import (
     differentiate_product,
     find_group,
     find_name,
-    flatten_rows,
-    require_operands,
-    require_out,
-    restore_dims,
     save_operands,
-    takes_tensors,
 )
 from stretto.suggestions import require_one_of
 

@@ -19,22 +19,24 @@ from stretto.ops.gemm import GroupProduct
 from stretto.ops.invariant.matmul import multiply_reduce_scatter, require_plain
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
+from stretto.ops.operands import (
+    divide_first_dim,
+    flatten_rows,
+    require_operands,
+    require_out,
+    restore_dims,
+    takes_tensors,
+)
 from stretto.ops.operator import (
     Autograd,
     copy_to,
     count_product_flops,
     define_operator,
-    divide_first_dim,
     find_group,
     find_name,
-    flatten_rows,
     gather_rows,
     reduce_scatter,
-    require_operands,
-    require_out,
-    restore_dims,
     save_operands,
-    takes_tensors,
 )
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from stretto.ops.operator import require_out, require_weight, takes_tensors
+from stretto.ops.operands import require_out, require_weight, takes_tensors
 from stretto.suggestions import require_one_of
 
 

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's side that all operators share: registration with torch, checks of calls, workspaces, and collectives.
+"""The host's side that all operators share: registration with torch, agreement of ranks, workspaces, and collectives.
 
 `define_operator` registers a function with torch, and has it called past torch's dispatch where torch need not see it.
-Checks come before anything is allocated or launched; `require_agreement` compares the ranks' calls. `find_workspace`
-and `find_kept` keep symmetric memory between calls, for each group. Collectives of rows are the group's own backend's:
-operators have them around a library's GEMM where no kernel runs.
+`require_agreement` compares the ranks' calls; `operands` has checked one's own before. `find_workspace` and `find_kept`
+keep symmetric memory between calls, for each group. Collectives of rows are the group's own backend's: operators have
+them around a library's GEMM where no kernel runs.
 """
 
 import functools
 import inspect
 import itertools
-import reprlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
@@ -28,12 +26,8 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.copy_engine import find_current
+from stretto.ops.operands import is_differentiated, require_no_tangents
 from stretto.tiles import BlockChannel, PutChannel
-
-FP8 = torch.float8_e4m3fn
-"""The dtype of 8 bits that products take: 4 of exponent, 3 of mantissa, up to 448."""
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 CHANNELS = 32
 """Channels of each rank: the most pieces of its shard that are signalled separately."""
@@ -42,8 +36,7 @@ _ARRIVALS = 1024
 _MAX_KNOWN = 4096
 _BY_TMA = ", by TMA"
 _MEASURED = ", to be measured"
-_DENSE = {Tensor, torch.nn.Parameter}
-_PLAIN = {*_DENSE, types.NoneType}
+_PLAIN = {Tensor, torch.nn.Parameter, types.NoneType}
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -193,112 +186,6 @@ def is_traced(*tensors: Tensor | None, in_modes: bool = True) -> bool:
     )
 
 
-def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a public function check the tensors among its arguments, before anything else, by `require_dense`.
-
-    Those are its parameters annotated with Tensor, alone or in a union. NotImplementedError for forward-mode
-    derivatives, and, by the function's name, where torch.func transforms a call and torch has no rule for that.
-    """
-    parameters = inspect.signature(function).parameters
-    kinds = {name: _list_kinds(one.annotation) for name, one in parameters.items()}
-    places = [(name, Tensor in kind) for name, kind in kinds.items()]
-    operator = function.__name__
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        for (name, is_tensor), given in zip(places, args, strict=False):
-            if is_tensor and not _is_dense(given):
-                _require_kind(operator, name, kinds[name], given)
-        for name, given in kwargs.items():
-            if not _is_dense(given) and Tensor in kinds.get(name, ()):
-                _require_kind(operator, name, kinds[name], given)
-        if forward_ad._current_level >= 0:
-            require_no_tangents(*(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)))
-        if not torch._C._are_functorch_transforms_active():
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:
-                raise
-            raise NotImplementedError(
-                f"{operator} does not support this transform of torch.func: differentiate by backward() or "
-                f"torch.autograd.grad, and call it for one example after another ({error})"
-            ) from error
-
-    return call
-
-
-def _list_kinds(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, or an annotation alone."""
-    return get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-
-
-def _is_dense(given: Any) -> bool:
-    return type(given) in _DENSE and given.layout is torch.strided and not (given.is_nested or given.is_neg())
-
-
-def _require_kind(operator: str, name: str, kinds: tuple[Any, ...], given: Any) -> None:
-    """`require_dense` of an argument, unless one of these kinds of its annotation is another one that it has."""
-    if given is None and types.NoneType in kinds:
-        return
-    for kind in kinds:
-        origin = get_origin(kind)
-        if origin is Callable and callable(given):
-            return
-        if origin is Sequence and isinstance(given, Sequence) and not isinstance(given, str):
-            for place, one in enumerate(given):
-                _require_kind(operator, f"{name}[{place}]", _list_kinds(*get_args(kind)), one)
-            return
-    require_dense(operator, name, given)
-
-
-def require_dense(operator: str, name: str, given: object) -> None:
-    """ValueError for what is no tensor, or a sparse, nested, lazily negated or uninitialized one."""
-    if not isinstance(given, Tensor):
-        hint = ": torch.as_tensor makes one of it" * isinstance(given, list | tuple)
-        shown = f"{reprlib.repr(given):.60} of type {type(given).__name__}{hint}"
-    elif torch.compiler.is_compiling():  # which traces dense tensors alone, and none of these questions
-        return
-    elif torch.nn.parameter.is_lazy(given):
-        shown = "an uninitialized one: call its lazy module once before"
-    elif given.is_nested:
-        shown = "a nested one: pad it (to_padded_tensor), or give each of its tensors in a call"
-    elif given.layout is not torch.strided:
-        shown = f"one of layout {given.layout}: call to_dense() on it"
-    elif given.is_neg():
-        shown = "one that torch negates when it is read: call resolve_neg() on it"
-    else:
-        return
-    raise ValueError(f"{operator}: {name} is a dense tensor, not {shown}")
-
-
-def is_differentiated(*tensors: Tensor | None) -> bool:
-    """True if autograd must see a call: some of its tensors need gradients, or may have forward-mode tangents.
-
-    No operator here has forward-mode derivatives, and autograd raises where one is asked for.
-    """
-    return forward_ad._current_level >= 0 or needs_gradients(*tensors)
-
-
-def needs_gradients(*tensors: Tensor | None) -> bool:
-    """True if some of a call's tensors need gradients."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def require_no_tangents(*tensors: Tensor | None) -> None:
-    """NotImplementedError for forward-mode derivatives, which torch.library would silently make zeros of."""
-    if forward_ad._current_level < 0:
-        return
-    for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                "stretto's operators have no forward-mode derivatives (jvp): differentiate them backward"
-            )
-
-
 def save_operands(ctx: Any, rows: Tensor, weight: Tensor) -> None:
     """Save the weight for x's gradient and the rows for the weight's, so that a frozen weight keeps no activations."""
     needs_x, needs_weight, *_ = ctx.needs_input_grad
@@ -340,142 +227,6 @@ def find_name(group: dist.ProcessGroup | None) -> str:
         group = dist.group.WORLD
         assert group is not None
     return group.group_name
-
-
-def require_operands(
-    operator: str, x: Tensor, weight: Tensor, bias: Tensor | None, implementation: str = "auto"
-) -> None:
-    """ValueError unless x [., k], weight [n, k] and bias [n] have one dtype and device, and a supported layout.
-
-    weight may also be the transpose of a contiguous tensor. fp64 is for implementation="library" alone.
-    """
-    require_matrices(operator, x, weight)
-    if x.dtype == FP8:
-        raise ValueError(
-            f"{operator} does not support fp8; use the operators with scales: all_gather_scaled_matmul, "
-            "scaled_matmul_reduce_scatter and scaled_matmul_all_reduce"
-        )
-    if x.dtype not in DTYPES and not (x.dtype == torch.float64 and implementation == "library"):
-        names = ", ".join(str(dtype) for dtype in DTYPES)
-        rest = ', or give implementation="library"' if x.dtype == torch.float64 else ""
-        raise ValueError(f"{operator} takes {names}, not {x.dtype}: convert x, weight and bias{rest}")
-    require_weight(operator, x, weight, bias)
-    require_place(operator, x)
-
-
-def require_weight(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """ValueError unless weight [n, k] and bias [n] have x's dtype and device, and a supported layout."""
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"{operator}: a bias for weight {show_shape(weight)} is [{weight.shape[0]}], not {show_shape(bias)}"
-        )
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is None:
-            continue
-        if other.dtype != x.dtype:
-            raise ValueError(f"{operator}: x is {x.dtype} and {name} {other.dtype}: convert one of them")
-        if other.device != x.device:
-            raise ValueError(f"{operator}: x is on {x.device} and {name} on {other.device}: move one of them")
-    if bias is not None and not bias.is_contiguous():
-        raise ValueError(f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it")
-    if not (weight.is_contiguous() or weight.t().is_contiguous()):
-        raise ValueError(
-            f"{operator} takes a contiguous weight, or the transpose of one, not strides {weight.stride()}: call "
-            "contiguous() on it"
-        )
-
-
-def require_out(operator: str, out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *others: Tensor | None) -> None:
-    """ValueError unless a call can write its output to `out`.
-
-    others: the call's operands and other outputs, whose first determines the device; none may share memory with it.
-    """
-    device = next(one.device for one in others if one is not None)
-    if tuple(out.shape) != shape or out.dtype != dtype or out.device != device:
-        raise ValueError(
-            f"{operator}: out is {list(shape)} of {dtype} on {device}, not {show_shape(out)} of {out.dtype} on "
-            f"{out.device}"
-        )
-    if not out.is_contiguous():
-        raise ValueError(f"{operator} writes to a contiguous out, not to strides {out.stride()}")
-    if out.requires_grad or (torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in others)):
-        raise ValueError(
-            f"{operator} with out= has no gradients, as torch's functions have none: call it under torch.no_grad() "
-            "with an out that requires none, or without out="
-        )
-    if torch.compiler.is_compiling():  # which traces none of what follows
-        return
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"{operator}: out was made in inference mode, and is written to only there: clone() it")
-    if any(one is not None and _share_memory(out, one) for one in others):
-        raise ValueError(f"{operator}: out shares memory with an operand or another out: give it memory of its own")
-
-
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """True if the memory of two tensors overlaps, each of which has no gaps."""
-    if type(one) is not Tensor or type(other) not in (Tensor, torch.nn.Parameter):
-        return False  # subclasses, fake tensors among them, may have no address
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
-
-
-def require_matrices(operator: str, x: Tensor, weight: Tensor) -> None:
-    if x.dim() != 2 or weight.dim() != 2:
-        raise ValueError(
-            f"{operator} takes x [..., k] and weight [n, k], which has two dims, not {show_shape(x)} and "
-            f"{show_shape(weight)}"
-        )
-    if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"{operator}: x {show_shape(x)} and weight {show_shape(weight)} differ in k, their last dim")
-
-
-def _require_contiguous(operator: str, x: Tensor) -> None:
-    if not x.is_contiguous():
-        raise ValueError(f"{operator} takes a contiguous x, not strides {x.stride()}: call contiguous() on it")
-
-
-def require_place(operator: str, x: Tensor) -> None:
-    _require_contiguous(operator, x)
-    require_device(operator, "x is", x)
-
-
-def require_device(operator: str, what: str, tensor: Tensor) -> None:
-    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU; what: it in a message, as "x is"."""
-    device = tensor.device
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {device}")
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        raise ValueError(
-            f"{operator}: {what} on {device}, and this rank's current GPU is {torch.cuda.current_device()}: call "
-            "torch.cuda.set_device first"
-        )
-
-
-def divide_first_dim(operator: str, x: Tensor, world: int) -> int:
-    """A rank's part of x's first dim. ValueError where the ranks do not divide it."""
-    if x.shape[0] % world:
-        more = -(-x.shape[0] // world) * world
-        raise ValueError(f"{operator}: {world} ranks do not divide x's first dim, {x.shape[0]}: {more} will do")
-    return x.shape[0] // world
-
-
-def flatten_rows(operator: str, x: Tensor) -> Tensor:
-    """A view of x [..., k] as rows [rows, k]. ValueError for fewer than two dims, and where x is not contiguous."""
-    if x.dim() == 2:
-        return x
-    if x.dim() < 2:
-        raise ValueError(f"{operator} takes x [..., k], of two dims or more, not {show_shape(x)}")
-    _require_contiguous(operator, x)
-    return x.flatten(0, -2)
-
-
-def restore_dims(rows: Tensor, x: Tensor, first: int) -> Tensor:
-    """A view of a product's rows [., n] as [first, ..., n], with x's dims between the first and the last."""
-    return rows if x.dim() == 2 else rows.view(first, *x.shape[1:-1], rows.shape[-1])
-
-
-def show_shape(tensor: Tensor) -> str:
-    return str(list(tensor.shape))
 
 
 @dataclass

@@ -14,12 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.memory.gpus import count_multiprocessors
-from stretto.ops.operator import Autograd, define_operator, needs_gradients
+from stretto.ops.operands import needs_gradients
+from stretto.ops.operator import Autograd, define_operator
+from stretto.ops.row_sums.norm import MAX_COLUMNS, find_tile
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_MAX_COLUMNS = 16384  # a program keeps whole rows, and their weights, in registers
-_TILE = 2048  # numbers of short rows that a program takes at a time
 _PROGRAMS_OF_PROCESSOR = 4  # of the backward pass, each with a partial gradient of the weight
 
 
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm of rows [..., n] takes a weight [n], not {list(x.shape)} and {list(weight.shape)}")
-    if x.is_cuda and x.dtype in DTYPES and weight.dtype in DTYPES and x.shape[-1] <= _MAX_COLUMNS and x.numel():
+    if x.is_cuda and x.dtype in DTYPES and weight.dtype in DTYPES and x.shape[-1] <= MAX_COLUMNS and x.numel():
         return rms_norm_on_gpu(x, weight, eps, offset)[0]
     return _normalize(x, weight, eps, offset)
 
@@ -97,34 +97,28 @@ def differentiate_norm(  # type: ignore[no-untyped-def]
     tl.store(of_weight + tl.program_id(0) * columns + column, total, mask=column < columns)
 
 
-def _tiling(columns: int) -> dict[str, int]:
-    """The rows and columns of a tile, and the warps of a program."""
-    block = triton.next_power_of_2(columns)
-    return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
-
-
 def _run(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     x, columns = x.contiguous(), x.shape[-1]
-    rows, tiling = x.numel() // columns, _tiling(columns)
+    rows, (tile, block, num_warps) = x.numel() // columns, find_tile(columns)
     out, scales = torch.empty_like(x), x.new_empty(rows, dtype=_exact(x))
     with torch.cuda.device_of(x):
         launch_cached(
-            normalize_rows, triton.cdiv(rows, tiling["ROWS"]),
-            x, weight.contiguous(), out, scales, rows, columns, EPS=float(eps), OFFSET=float(offset), **tiling,
+            normalize_rows, triton.cdiv(rows, tile), x, weight.contiguous(), out, scales, rows, columns,
+            EPS=float(eps), OFFSET=float(offset), ROWS=tile, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return out, scales
 
 
 def _run_gradient(x: Tensor, weight: Tensor, scales: Tensor, grad: Tensor, offset: float) -> tuple[Tensor, Tensor]:
     x, grad, columns = x.contiguous(), grad.contiguous(), x.shape[-1]
-    rows, tiling = x.numel() // columns, _tiling(columns)
-    programs = min(triton.cdiv(rows, tiling["ROWS"]), _PROGRAMS_OF_PROCESSOR * count_multiprocessors(x.device))
+    rows, (tile, block, num_warps) = x.numel() // columns, find_tile(columns)
+    programs = min(triton.cdiv(rows, tile), _PROGRAMS_OF_PROCESSOR * count_multiprocessors(x.device))
     of_x, of_weight = torch.empty_like(x), x.new_empty(programs, columns, dtype=_exact(x))
     with torch.cuda.device_of(x):
         launch_cached(
             differentiate_norm, programs,
             x, weight.contiguous(), scales, grad, of_x, of_weight, rows, columns, programs,
-            OFFSET=float(offset), **tiling,
+            OFFSET=float(offset), ROWS=tile, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return of_x, of_weight.sum(0).to(weight.dtype)
 

@@ -18,25 +18,29 @@ from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct, Scales
 from stretto.ops.matmul_all_reduce import launch_all_reduce
 from stretto.ops.matmul_reduce_scatter import launch_scatter, require_rows
-from stretto.ops.operator import (
+from stretto.ops.operands import (
     DTYPES,
     FP8,
-    all_reduce,
-    copy_to,
-    define_operator,
+    describe_tensor,
     divide_first_dim,
-    find_group,
-    find_name,
     flatten_rows,
-    gather_rows,
-    needs_gradients,
-    reduce_scatter,
+    require_like,
     require_matrices,
+    require_no_gradients,
     require_out,
     require_place,
     restore_dims,
     show_shape,
     takes_tensors,
+)
+from stretto.ops.operator import (
+    all_reduce,
+    copy_to,
+    define_operator,
+    find_group,
+    find_name,
+    gather_rows,
+    reduce_scatter,
 )
 
 _MIN_DEPTH = 32  # the smallest step over k in which tensor cores take fp8
@@ -107,8 +111,7 @@ def all_gather_scaled_matmul_gathered(
     has_one_scale: x_scale is one number, the same on all ranks, which a library's product then takes as one.
     """
     how, name = encode_implementation(implementation), find_name(group)
-    if needs_gradients(x, weight, x_scale, weight_scale):
-        raise ValueError("all_gather_scaled_matmul_gathered has no gradients: call it under torch.no_grad()")
+    require_no_gradients("all_gather_scaled_matmul_gathered", x, weight, x_scale, weight_scale)
     return _gathered_matmul(x, weight, x_scale, weight_scale, name, out_dtype, has_one_scale, how)
 
 
@@ -176,8 +179,7 @@ def _call(
     """Call the operator. ValueError where gradients would be needed, of which it has none."""
     how, name = encode_implementation(implementation), find_name(group)
     x, weight, x_scale, weight_scale, bias = operands
-    if needs_gradients(*operands):
-        raise ValueError(f"{_NAMES[operator]} has no gradients: call it under torch.no_grad(), or detach its operands")
+    require_no_gradients(_NAMES[operator], *operands)
     rows, first = flatten_rows(_NAMES[operator], x), 0
     if x.dim() > 2 or out is not None:
         first = _count_first_dim(operator, x, dist.get_world_size(group))
@@ -374,18 +376,9 @@ def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
             f"{operator} takes a contiguous fp8 weight [n, k], not strides {weight.stride()}: tensor cores require "
             "fp8 operands to be contiguous along k"
         )
-    if weight.device != x.device:
-        raise ValueError(f"{operator}: x is on {x.device} and weight on {weight.device}: move one of them")
+    require_like(operator, "weight", weight, weight.shape, FP8, x.device)
     if bias is not None:
-        if bias.shape != weight.shape[:1] or bias.dtype != dtype or bias.device != x.device:
-            raise ValueError(
-                f"{operator}: a bias is [{weight.shape[0]}] of {dtype} on {x.device}, not {show_shape(bias)} of "
-                f"{bias.dtype} on {bias.device}"
-            )
-        if not bias.is_contiguous():
-            raise ValueError(
-                f"{operator} takes a contiguous bias, not strides {bias.stride()}: call contiguous() on it"
-            )
+        require_like(operator, "bias", bias, weight.shape[:1], dtype, x.device)
     require_place(operator, x)
 
 
@@ -404,9 +397,7 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
             "scales of smaller blocks"
         )
     if scale.dtype != torch.float32 or scale.device != matrix.device:
-        raise ValueError(
-            f"{operator}: {name} is of torch.float32 on {matrix.device}, not of {scale.dtype} on {scale.device}"
-        )
+        raise ValueError(f"{operator}: {name} is of torch.float32 on {matrix.device}, not {describe_tensor(scale)}")
     factors = scale.reshape(-1).expand(rows)
     # Kernels compute offsets into the factors in 32 bits.
     return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()

@@ -37,7 +37,8 @@ from stretto.ops.matmul_all_reduce import matmul_all_reduce
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.moe.tensor_parallel import describe_product, gather_multiply, gather_routing, multiply_scatter
 from stretto.ops.moe.tensor_parallel_kernels import Routed
-from stretto.ops.operator import DTYPES, FP8, find_name
+from stretto.ops.operands import DTYPES, FP8
+from stretto.ops.operator import find_name
 from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.scaled import (
     all_gather_scaled_matmul,

@@ -135,22 +135,19 @@ def _parse_cell(text: str, row: int, column: int) -> Iterator[_Cell]:
 _Message = tuple[str, int, int | None]  # "F" or "B", and the stage and micro-batch that it is for
 
 
-def _sent_message(stage: int, word: str, micro_batch: int | None, stage_ranks: Sequence[int]) -> _Message | None:
-    """The message that goes to another rank after an action, if one does."""
+def _find_messages(
+    stage: int, word: str, micro_batch: int | None, stage_ranks: Sequence[int]
+) -> tuple[_Message | None, _Message | None]:
+    """The message from another rank that an action uses, and the one that goes to another rank after it, if any."""
     if word not in ("F", "B", "I"):
-        return None
-    target = stage + 1 if word == "F" else stage - 1
-    is_far = 0 <= target < len(stage_ranks) and stage_ranks[target] != stage_ranks[stage]
-    return ("F" if word == "F" else "B", target, micro_batch) if is_far else None
+        return None, None
+    kind, step = ("F", 1) if word == "F" else ("B", -1)
 
+    def find(other: int, to: int) -> _Message | None:
+        is_far = 0 <= other < len(stage_ranks) and stage_ranks[other] != stage_ranks[stage]
+        return (kind, to, micro_batch) if is_far else None
 
-def _used_message(stage: int, word: str, micro_batch: int | None, stage_ranks: Sequence[int]) -> _Message | None:
-    """The message from another rank that an action uses, if it does."""
-    if word not in ("F", "B", "I"):
-        return None
-    source = stage - 1 if word == "F" else stage + 1
-    is_far = 0 <= source < len(stage_ranks) and stage_ranks[source] != stage_ranks[stage]
-    return ("F" if word == "F" else "B", stage, micro_batch) if is_far else None
+    return find(stage - step, stage), find(stage + step, stage + step)
 
 
 def _check_messages(rows: list[list[_Cell]], stage_ranks: Sequence[int]) -> None:
@@ -173,12 +170,12 @@ def _check_messages(rows: list[list[_Cell]], stage_ranks: Sequence[int]) -> None
                     raise cell.error("received a second time")
                 received[message] = False
             else:
-                needed = _used_message(cell.stage, cell.word, cell.micro_batch, stage_ranks)
+                needed, made = _find_messages(cell.stage, cell.word, cell.micro_batch, stage_ranks)
                 if needed is not None and needed not in received:
                     raise cell.error(f"its message is not received before: it needs {cell.stage}RECV_{needed[0]}")
                 if needed is not None:
                     received[needed] = True
-                if (made := _sent_message(cell.stage, cell.word, cell.micro_batch, stage_ranks)) is not None:
+                if made is not None:
                     computed[made] = cell
         for message, cell in computed.items():
             if message not in sent:
@@ -253,7 +250,7 @@ def _add_messages(schedule: PipelineSchedule, units: list[list[tuple[Action, ...
             if position[rank] == len(own):
                 continue
             unit = own[position[rank]]
-            needed = [_used_message(*action[:3], owners) for action in unit]
+            needed = [_find_messages(*action[:3], owners)[0] for action in unit]
             if any(message is not None and message not in arrived for message in needed):
                 continue
             progress = True
@@ -264,7 +261,7 @@ def _add_messages(schedule: PipelineSchedule, units: list[list[tuple[Action, ...
                     left[action.stage] -= 1
                     if not left[action.stage]:
                         rows[rank].append(f"{action.stage}REDUCE_GRAD")
-                message = _sent_message(*action[:3], owners)
+                _, message = _find_messages(*action[:3], owners)
                 if message is not None:
                     kind, target, number = message
                     rows[rank].append(f"{action.stage}SEND_{kind}{number}")

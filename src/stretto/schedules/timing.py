@@ -316,15 +316,13 @@ class ActionTimes:
             each = [time for time in times for _ in range(micro_batches)]
             return each if factor is None else [time * one for time, one in zip(each, factor, strict=True)]
 
-        self._forward = spread(costs.forward, factors[_F])
-        self._input = spread(costs.backward_input, factors[_I])
-        self._weight = spread(costs.backward_weight, factors[_W])
-        self._whole = spread(costs.whole_backward(), factors[_I])
+        self._times = {
+            _F: spread(costs.forward, factors[_F]),
+            _B: spread(costs.whole_backward(), factors[_I]),
+            _I: spread(costs.backward_input, factors[_I]),
+            _W: spread(costs.backward_weight, factors[_W]),
+        }
 
     def of(self, operation: PipelineOperation) -> list[float]:
         """The times of an operation; stage s and micro-batch n are at s * micro_batches + n."""
-        if operation is _F:
-            return self._forward
-        if operation is _B:
-            return self._whole
-        return self._input if operation is _I else self._weight
+        return self._times[operation]

@@ -186,10 +186,10 @@ def _check_rank(schedule: PipelineSchedule, rank: int) -> None:
             raise ScheduleError(f"{where}: the weights of stage {stage} are not gathered here: it needs UNSHARD before")
         if (stage, operation, micro_batch) in done:
             raise ScheduleError(f"{where}: it comes a second time")
-        if operation is _B and (stage, _I, micro_batch) in done:
-            raise ScheduleError(f"{where}: the input's gradient is computed a second time, after {stage}I{micro_batch}")
-        if operation is _I and (stage, _B, micro_batch) in done:
-            raise ScheduleError(f"{where}: the input's gradient is computed a second time, after {stage}B{micro_batch}")
+        other = {_B: _I, _I: _B}.get(operation)
+        if other is not None and (stage, other, micro_batch) in done:
+            before = f"{stage}{other}{micro_batch}"
+            raise ScheduleError(f"{where}: the input's gradient is computed a second time, after {before}")
         if operation is _W and (stage, _B, micro_batch) in done:
             raise ScheduleError(f"{where}: {stage}B{micro_batch} has computed the weights' gradients already")
         needed = {_B: _F, _I: _F, _W: _I}.get(operation)

@@ -164,7 +164,7 @@ class GraphBuilder:
         waits = 0
         for each in after:
             if not 0 <= each < number:
-                self._check_operation(each)
+                raise ValueError(f"operation {number} waits for operation {each}, but there are {number} so far")
             self._append(each, number)
             waits += 1
         stream_number = -1
@@ -204,10 +204,6 @@ class GraphBuilder:
     def _check_size(self, size: float, what: str) -> None:
         if not (size >= 0 and math.isfinite(size)):
             raise ValueError(f"operation {len(self)} has {size} {what}, which must be finite and at least 0")
-
-    def _check_operation(self, number: int) -> None:
-        if not 0 <= number < len(self):
-            raise ValueError(f"operation {len(self)} waits for operation {number}, but there are {len(self)} so far")
 
 
 class Execution:

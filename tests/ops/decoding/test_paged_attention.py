@@ -122,8 +122,11 @@ def replace(operands, index, new):
     ("change", "words"),
     [
         (lambda given: replace(given, 0, given[0][:, :3].contiguous()), "q has 3 heads of 16 and the cache 2 of 16"),
-        (lambda given: replace(given, 0, given[0].half()), "q is torch.float16 on cpu and key_cache torch.float32"),
-        (lambda given: replace(given, 3, given[3].long()), "block_table is int32 with 2 dims"),
+        (
+            lambda given: replace(given, 0, given[0].half()),
+            "key_cache is of torch.float16 on cpu, not [",
+        ),
+        (lambda given: replace(given, 3, given[3].long()), "block_table is int32 [2, "),
         (lambda given: replace(given, 4, given[4][:1]), "2 tokens of 1 sequences: without query_offsets"),
         (lambda given: replace(given, 2, given[2][:, :8]), "caches [pages, page size, kv heads, d] of one shape"),
         (lambda given: replace(given, 0, given[0].requires_grad_()), "paged_attention has no gradients"),

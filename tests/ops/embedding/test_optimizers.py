@@ -245,14 +245,14 @@ def test_a_step_whose_tensors_do_not_fit_is_refused(interpret):
     for message, words in zip(
         found,
         [
-            "settings of adam are fp32 [1, 6], contiguous",
-            "optimizer is one of sgd, adagrad, full-adagrad, adam, not 'adamw'",
+            "settings of adam are [1, 6]: learning rate and epsilon",
+            "optimizer is 'adamw', but must be one of sgd, adagrad, full-adagrad, adam",
             "adam of 1 tables has 2 states, not 1",
             "adam and stochastic rounding count steps: pass clock=",
-            "the state of table 0 is fp32 [4, 8]",
+            "the state of table 0 is [4, 8] of torch.float32",
             "adam and stochastic rounding count steps",
             "fp32 tables are not rounded: leave is_stochastic out",
-            "the clock is int64 [2]",
+            "clock (steps and seed) is [2] of torch.int64",
             "there are 2 blocks of 1 tables",
         ],
         strict=True,

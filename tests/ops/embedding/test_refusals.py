@@ -191,7 +191,7 @@ def test_a_missing_rank_is_named(interpret):
 def ask_wrongly():
     indices, offsets, table = torch.zeros(3, dtype=torch.int64), torch.arange(5), torch.zeros(2, 8)
     for arguments, options, words in (
-        ((indices, offsets, [table]), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        ((indices, offsets, [table]), {"mode": "max"}, "mode is 'max', but must be one of sum, mean"),
         (
             (indices.float(), offsets, [table]),
             {},
@@ -221,9 +221,21 @@ def ask_wrongly():
         ((indices, offsets, [table]), {"batch": 6}, "offsets are for a global batch of 4, but batch is 6"),
         ((indices, offsets[:1], []), {}, "this rank has no tables, .*: pass batch="),
         ((indices, offsets, []), {"batch": 4}, "offsets for no tables have one element, not 5"),
-        ((indices, offsets, [table]), {"weights": torch.ones(2)}, r"one an index, \[3\] on cpu, not \[2\]"),
-        ((indices, offsets, [table]), {"weights": torch.ones(6)[::2]}, r"not \[3\] with strides \(2,\) on cpu"),
-        ((indices, offsets, [table]), {"weights": torch.ones(3).double()}, "takes weights of .*, not torch.float64"),
+        (
+            (indices, offsets, [table]),
+            {"weights": torch.ones(2)},
+            r"one an index, is \[3\] of .*, not \[2\]",
+        ),
+        (
+            (indices, offsets, [table]),
+            {"weights": torch.ones(6)[::2]},
+            r"not \[3\] .* with strides \(2,\)",
+        ),
+        (
+            (indices, offsets, [table]),
+            {"weights": torch.ones(3).double()},
+            "weights, .*, not .* of torch.float64",
+        ),
         ((indices, offsets, [table]), {"weights": torch.ones(3).requires_grad_()}, "no gradient: detach"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -231,15 +243,27 @@ def ask_wrongly():
     rank, grad = dist.get_rank(), torch.zeros(2, 16)
     settings = torch.zeros(2)
     for arguments, options, words in (
-        ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"gradient is torch.float32 \[2, 16\] on cpu"),
-        ((grad,), {"optimizer": "adan", "settings": settings}, "one of sgd, adagrad, full-adagrad, adam, not 'adan'"),
-        ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings of sgd are fp32 \[2\] or \[1, 6\]"),
-        ((grad,), {"optimizer": "sgd", "settings": torch.zeros(4)[::2]}, r"contiguous, .* with strides \(2,\) on cpu"),
-        ((grad,), {"optimizer": "sgd", "settings": settings.to("meta")}, "contiguous, on cpu: .* on meta"),
+        ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"grad is \[2, 16\] of torch.float32 on cpu"),
+        (
+            (grad,),
+            {"optimizer": "adan", "settings": settings},
+            "'adan', but must be one of sgd, adagrad, full-adagrad, adam",
+        ),
+        ((grad,), {"optimizer": "sgd", "settings": settings[:1]}, r"settings of sgd are \[2\] or \[1, 6\]"),
+        (
+            (grad,),
+            {"optimizer": "sgd", "settings": torch.zeros(4)[::2]},
+            r"contiguous, not .* with strides \(2,\)",
+        ),
+        (
+            (grad,),
+            {"optimizer": "sgd", "settings": settings.to("meta")},
+            "settings is .* on cpu, .* on meta",
+        ),
         (
             (grad,),
             {"optimizer": "adagrad", "settings": settings, "states": [settings.to("meta")]},
-            r"the state of table 0 is fp32 \[2\], contiguous, on cpu, not .* on meta",
+            r"the state of table 0 is \[2\] of torch.float32 on cpu, contiguous, not .* on meta",
         ),
         ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
     ):
@@ -254,7 +278,7 @@ def ask_wrongly():
         ((0, 4), {}, "table 0 has no rows"),
         ((2, 6), {}, "multiple of 4 up to 2048, and table 0 has 6: 8 will do"),
         ((2, 4), {"dtype": torch.float64}, "takes tables of .*, and table 0 is torch.float64"),
-        ((2, 4), {"mode": "max"}, "mode is one of sum, mean, not 'max'"),
+        ((2, 4), {"mode": "max"}, "mode is 'max', but must be one of sum, mean"),
         ((2, 4), {"optimizer": "sgd", "learning_rate": -0.1}, "learning_rate is -0.1, but must be at least 0"),
         ((2, 4), {"optimizer": "sgd", "learning_rate": float("nan")}, "learning_rate is nan"),
     ):

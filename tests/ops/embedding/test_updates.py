@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients and fused updates of embedding tables, by interpreted kernels, against the unfused ones."""
 
-import contextlib
 import random
 import warnings
 from unittest import mock
@@ -9,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ops.embedding.backward_configs import push_by_copies
 from tests.ops.embedding.jagged import Kind, fill_case, is_close, look_up_case, make_case, own_rows
 
 from stretto import ops
@@ -34,10 +32,10 @@ def differentiate(first, calls):
         dtype = case.grad.dtype
         expected = case.expected_gradients(rank)
         found = {}
-        for sparse, by_copies in ((False, False), (True, False), (True, True), (False, True)):
+        for sparse in (False, True):
             tables = [table.clone().requires_grad_() for table in case.owners[rank].tables]
             out = look_up_case(case, tables, sparse=sparse)
-            with push_by_copies() if by_copies else contextlib.nullcontext(), warnings.catch_warnings():
+            with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 out.backward(own_rows(case, case.grad))
             grads = [table.grad for table in tables]

@@ -22,7 +22,7 @@ from stretto.bench.interleaved import TimingEffort, time_interleaved
 from stretto.bench.operators.peers import Runs, peers, world_name
 from stretto.bench.operators.settings import CASES, MODES, OPERATORS, OperatorsSetting, local_shape
 from stretto.ops.choices import choose_config
-from stretto.ops.operator import FP8
+from stretto.ops.operands import FP8
 from stretto.ops.tuning import RotatingOperands
 from stretto.parallel import Grid
 

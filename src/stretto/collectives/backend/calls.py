@@ -113,8 +113,9 @@ class BackendCall:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the larger one of input and output, all tensors together."""
-        return max(sum(map(_bytes_of, side)) for side in (self.inputs, self.outputs))
+        """The bytes of the larger one of input and output, all tensors together; of sparse ones, if they were dense."""
+        sides = self.inputs, self.outputs
+        return max(sum(tensor.numel() * tensor.element_size() for tensor in side) for side in sides)
 
     def collectives(self) -> Iterator[CollectiveTensors]:
         """The collectives that it consists of: several for a coalesced call."""
@@ -198,11 +199,6 @@ def _find_obstacle_in_lists(call: BackendCall, ranks: int) -> str | None:
     if any(part.shape != others[0].shape for part in parts):
         return "its tensors' shapes differ"
     return None
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    """The bytes of all its elements; for a sparse tensor, of the dense one."""
-    return tensor.numel() * tensor.element_size()
 
 
 RunCollective = Callable[[Tensor, Tensor | None], Tensor]

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -345,38 +345,32 @@ _BY_ROWS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
 
 def _refuse_for_gloo(call: BackendCall, reason: str) -> None:
     """Raise ValueError for tensors of which gloo would send or write other bytes than theirs, or crash."""
-    for tensor in (*call.inputs, *call.outputs) if call.operation in _IGNORE_STRIDES else ():
+
+    def refuse(what: str, why: str) -> NoReturn:
+        raise ValueError(f"{call.operation} {what}: gloo, which runs this call ({reason}), {why}")
+
+    def show(tensor: Tensor) -> str:
+        return f"of shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+
+    tensors = (*call.inputs, *call.outputs)
+    for tensor in tensors if call.operation in _IGNORE_STRIDES else ():
         is_strided = tensor.layout == torch.strided  # gloo has another implementation for sparse tensors
         if is_strided and not tensor.is_contiguous() and not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            raise ValueError(
-                f"{call.operation} of a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}: gloo, "
-                f"which runs this call ({reason}), does not support gaps between elements: pass tensor.contiguous()"
-            )
+            refuse(f"of a tensor {show(tensor)}", "does not support gaps between elements: pass tensor.contiguous()")
     # Of an all-to-all gloo itself refuses such an input, but writes the output's elements one after another. It adds
     # the inputs of a reduce-scatter in the order of their memory, unless there are gaps.
     for output in call.outputs if call.operation in ("alltoall_base", "reduce_scatter", "scatter") else ():
         if not output.is_contiguous():
-            raise ValueError(
-                f"{call.operation} into an output of shape {tuple(output.shape)} with strides {output.stride()}: gloo, "
-                f"which runs this call ({reason}), does not support that: pass a contiguous output"
-            )
+            refuse(f"into an output {show(output)}", "does not support that: pass a contiguous output")
     for input in call.inputs if call.operation == "reduce_scatter" else ():
         if not input.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(input):
-            raise ValueError(
-                f"reduce_scatter of an input of shape {tuple(input.shape)} with strides {input.stride()}: gloo, which "
-                f"runs this call ({reason}), does not support that: pass tensor.contiguous()"
-            )
+            refuse(f"of an input {show(input)}", "does not support that: pass tensor.contiguous()")
     if call.operation == "alltoall_base" and overlap(call.inputs[0], call.outputs[0]):
-        raise ValueError(
-            f"alltoall_base whose output shares memory with its input: gloo, which runs this call ({reason}), "
-            "overwrites what it has yet to send: pass an output of its own"
+        refuse(
+            "whose output shares memory with its input", "overwrites what it has yet to send: pass an output of its own"
         )
-    for tensor in (*call.inputs, *call.outputs) if call.operation in _BY_ROWS else ():
-        if not tensor.dim():
-            raise ValueError(
-                f"{call.operation} of a tensor without dimensions: gloo, which runs this call ({reason}), divides the "
-                "first dimension: pass tensor.view(1)"
-            )
+    if call.operation in _BY_ROWS and not all(map(Tensor.dim, tensors)):
+        refuse("of a tensor without dimensions", "divides the first dimension: pass tensor.view(1)")
 
 
 def _make_runner(device_type: str, member: Member, fast: Any) -> Runner | None:

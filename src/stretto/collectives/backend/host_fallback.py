@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages calls that no schedule runs on the host, for tests in which ranks share GPUs (stretto.memory.shared_gpus)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,23 @@ _REDUCTIONS = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
+
+_Arguments = Callable[[list[Tensor], list[Tensor]], tuple[Any, ...]]
+_CALLS: dict[str, tuple[type, _Arguments]] = {
+    "allreduce": (c10d.AllreduceOptions, lambda _, inputs: (inputs,)),
+    "allreduce_coalesced": (c10d.AllreduceCoalescedOptions, lambda _, inputs: (inputs,)),
+    "broadcast": (c10d.BroadcastOptions, lambda _, inputs: (inputs,)),
+    "reduce": (c10d.ReduceOptions, lambda _, inputs: (inputs,)),
+    "allgather": (c10d.AllgatherOptions, lambda outputs, inputs: ([outputs], inputs)),
+    "_allgather_base": (c10d.AllgatherOptions, lambda outputs, inputs: (outputs[0], inputs[0])),
+    "allgather_into_tensor_coalesced": (c10d.AllgatherOptions, lambda outputs, inputs: (outputs, inputs)),
+    "reduce_scatter": (c10d.ReduceScatterOptions, lambda outputs, inputs: (outputs, [inputs])),
+    "_reduce_scatter_base": (c10d.ReduceScatterOptions, lambda outputs, inputs: (outputs[0], inputs[0])),
+    "reduce_scatter_tensor_coalesced": (c10d.ReduceScatterOptions, lambda outputs, inputs: (outputs, inputs)),
+    "alltoall_base": (c10d.AllToAllOptions, lambda outputs, inputs: (outputs[0], inputs[0], [], [])),
+    "alltoall": (c10d.AllToAllOptions, lambda outputs, inputs: (outputs, inputs)),
+}
+"""By operation: c10d's options, and the arguments before them of a group's method of that name."""
 
 
 class HostFallback:
@@ -52,7 +69,7 @@ class HostFallback:
         note: str,
         is_async: bool = False,
     ) -> "Work | None":
-        """As `Dispatcher.__call__`; RuntimeError for calls whose arguments the backend does not pass completely."""
+        """As `Dispatcher.__call__`; RuntimeError for what gloo cannot do, or the backend does not pass completely."""
         work = self._dispatcher(operation, outputs, inputs, reduction, root, milliseconds, note, is_async)
         if work is not None or not any(tensor.device.type == self._device_type for tensor in (*outputs, *inputs)):
             return work
@@ -64,47 +81,22 @@ class HostFallback:
     def _run(
         self, operation: str, outputs: list[Tensor], inputs: list[Tensor], reduction: str, root: int, note: str
     ) -> "Work":
-        group = self._group
-        match operation:
-            case "allreduce":
-                return group.allreduce(inputs, _reducing(c10d.AllreduceOptions(), reduction))
-            case "allreduce_coalesced":
-                return group.allreduce_coalesced(inputs, _reducing(c10d.AllreduceCoalescedOptions(), reduction))
-            case "broadcast":
-                options = c10d.BroadcastOptions()
-                options.rootRank = root
-                return group.broadcast(inputs, options)
-            case "reduce":
-                options = _reducing(c10d.ReduceOptions(), reduction)
-                options.rootRank = root
-                return group.reduce(inputs, options)
-            case "allgather" if outputs:
-                return group.allgather([outputs], inputs, c10d.AllgatherOptions())
-            case "_allgather_base":
-                return group._allgather_base(outputs[0], inputs[0], c10d.AllgatherOptions())
-            case "allgather_into_tensor_coalesced":
-                return group.allgather_into_tensor_coalesced(outputs, inputs, c10d.AllgatherOptions())
-            case "reduce_scatter" if inputs:
-                return group.reduce_scatter(outputs, [inputs], _reducing(c10d.ReduceScatterOptions(), reduction))
-            case "_reduce_scatter_base":
-                options = _reducing(c10d.ReduceScatterOptions(), reduction)
-                return group._reduce_scatter_base(outputs[0], inputs[0], options)
-            case "reduce_scatter_tensor_coalesced":
-                options = _reducing(c10d.ReduceScatterOptions(), reduction)
-                return group.reduce_scatter_tensor_coalesced(outputs, inputs, options)
-            case "alltoall_base" if note != "uneven sizes":
-                return group.alltoall_base(outputs[0], inputs[0], [], [], c10d.AllToAllOptions())
-            case "alltoall":
-                return group.alltoall(outputs, inputs, c10d.AllToAllOptions())
-        raise RuntimeError(
-            f"{operation}{f' ({note})' if note else ''} on GPUs is not among what the backend stretto can do while "
-            f"{SWITCH} is set: use the backend cpu:gloo,cuda:gloo, or a GPU a rank"
+        is_partial = (
+            (operation == "allgather" and not outputs)
+            or (operation == "reduce_scatter" and not inputs)
+            or (operation == "alltoall_base" and note == "uneven sizes")
         )
-
-
-def _reducing(options: Any, reduction: str) -> Any:
-    """The options with the reduction of that name. RuntimeError for a reduction that gloo lacks."""
-    if reduction not in _REDUCTIONS:
-        raise RuntimeError(f"the reduction {reduction!r} cannot go by way of the host, which {SWITCH} asks for")
-    options.reduceOp = _REDUCTIONS[reduction]
-    return options
+        if operation not in _CALLS or is_partial:
+            raise RuntimeError(
+                f"{operation}{f' ({note})' if note else ''} on GPUs is not among what the backend stretto can do while "
+                f"{SWITCH} is set: use the backend cpu:gloo,cuda:gloo, or a GPU a rank"
+            )
+        kind, arguments = _CALLS[operation]
+        options: Any = kind()
+        if hasattr(options, "reduceOp"):
+            if reduction not in _REDUCTIONS:
+                raise RuntimeError(f"the reduction {reduction!r} cannot go by way of the host, which {SWITCH} asks for")
+            options.reduceOp = _REDUCTIONS[reduction]
+        if hasattr(options, "rootRank"):
+            options.rootRank = root
+        return getattr(self._group, operation)(*arguments(outputs, inputs), options)

@@ -94,7 +94,8 @@ def find_extension() -> ModuleType:
 
 
 MODULE = "stretto_c10d_backend"
-_FLAGS = ("-O1", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden")
+_DEFINED = (f"-DTORCH_EXTENSION_NAME={MODULE}", "-DTORCH_API_INCLUDE_EXTENSION_H")
+_FLAGS = ("-O1", "-fPIC", "-shared", "-std=c++20", "-fvisibility=hidden", *_DEFINED)
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 _lock = threading.Lock()
 _loaded: ModuleType | None = None
@@ -114,7 +115,7 @@ def find_library() -> Path:
     return NativeLibrary(
         name=MODULE,
         main=Path(__file__).parent / "native" / "bindings.cpp",
-        arguments=(*_FLAGS, *_definitions()),
+        arguments=(*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"),
         key=(torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("EXT_SUFFIX"))),
         paths=_paths(),
         owner="the backend stretto",
@@ -123,14 +124,6 @@ def find_library() -> Path:
         needs=f"a C++20 compiler, Python's headers and those of torch {torch.__version__}",
         instead="or use the backend gloo or nccl",
     ).find()
-
-
-def _definitions() -> list[str]:
-    return [
-        f"-DTORCH_EXTENSION_NAME={MODULE}",
-        "-DTORCH_API_INCLUDE_EXTENSION_H",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-    ]
 
 
 def _paths() -> list[str]:

@@ -7,7 +7,7 @@ from stretto.collectives.collective import Buffer
 from stretto.collectives.compiler.channels import assign_channels
 from stretto.collectives.compiler.chunk_dag import find_dependencies, split_into_instances
 from stretto.collectives.compiler.instructions import InstructionDag, fuse, generate_instructions
-from stretto.collectives.compiler.order import find_order, program_order
+from stretto.collectives.compiler.order import find_order
 from stretto.collectives.compiler.placement_errors import CompileError
 from stretto.collectives.compiler.thread_blocks import ThreadBlockBuilder, place
 from stretto.collectives.language import Chunks, Program
@@ -74,7 +74,8 @@ def _fuse_and_order(
         if order.sequence or not dag.instructions:
             return dag, channels.of, order.sequence
         if not order.split:
-            return dag, channels.of, program_order(dag)
+            # The program's own order, each receive right after its send: one slot is enough, as nothing is fused.
+            return dag, channels.of, tuple(range(len(dag.instructions)))
         split |= order.split
 
 

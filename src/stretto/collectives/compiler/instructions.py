@@ -108,7 +108,7 @@ def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> Instruct
     block. rrs stores nothing: it is generated only if no other operation reads the sum and the collective does not ask
     for it. Sends of the operations in `unfused` stay separate.
     """
-    fused_into = _choose(dag, unfused)
+    fused_into, survives = _choose(dag, unfused), dag.chunk_dag.survives
     instructions: list[Instruction] = []
     before: list[tuple[int, ...]] = []
     number_of: dict[int, int] = {}
@@ -123,7 +123,7 @@ def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> Instruct
             assert instruction.receives is not None
             if instruction.type is StepType.RECEIVE:
                 what, destination = StepType.RECEIVE_COPY_SEND, instruction.destination
-            elif _is_only_sent(dag.chunk_dag, instruction.receives):
+            elif dag.chunk_dag.read_by_others[instruction.receives] == 1 and not survives[instruction.receives]:
                 what, destination = StepType.RECEIVE_REDUCE_SEND, None
             else:
                 what, destination = StepType.RECEIVE_REDUCE_COPY_SEND, instruction.destination
@@ -137,11 +137,6 @@ def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> Instruct
     sender = {message: number_of[old] for message, old in dag.sender.items()}
     receiver = {message: number_of[old] for message, old in dag.receiver.items()}
     return InstructionDag(dag.chunk_dag, tuple(instructions), tuple(before), sender, receiver)
-
-
-def _is_only_sent(dag: ChunkDag, operation: int) -> bool:
-    """Check whether the send that is fused with this operation is the only reader of its result."""
-    return dag.read_by_others[operation] == 1 and not dag.survives[operation]
 
 
 def _choose(dag: InstructionDag, unfused: frozenset[int]) -> dict[int, int]:

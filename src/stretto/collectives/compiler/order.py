@@ -31,7 +31,7 @@ def find_order(dag: InstructionDag, channels: dict[int, int], slots: int) -> Ord
         for other in others:
             after[other].append(number)
     depths, heights = _depths(dag, after, missing)
-    connections = _connections(dag, channels)
+    connections = {message: connection(dag, message, channel) for message, channel in channels.items()}
     fifos = {key: _Fifo() for key in set(connections.values())}
     ready = [(depths[number], -heights[number], number) for number, count in enumerate(missing) if count == 0]
     heapify(ready)
@@ -103,22 +103,10 @@ def _culprits(dag: InstructionDag, in_flight: list[int]) -> frozenset[int]:
     return frozenset((set(in_flight) & fused) or fused)
 
 
-def program_order(dag: InstructionDag) -> tuple[int, ...]:
-    """The order of the program itself, each receive right after its send: one slot is enough, but nothing may be fused.
-
-    The fallback where the order by priority ends with every FIFO full.
-    """
-    return tuple(range(len(dag.instructions)))
-
-
 def connection(dag: InstructionDag, message: int, channel: int) -> tuple[int, int, int]:
     """A message's connection: its sender, its receiver and its channel."""
     operation = dag.chunk_dag.parts.operations[message]
     return operation.source.rank, operation.destination.rank, channel
-
-
-def _connections(dag: InstructionDag, channels: dict[int, int]) -> dict[int, tuple[int, int, int]]:
-    return {message: connection(dag, message, channel) for message, channel in channels.items()}
 
 
 def _depths(dag: InstructionDag, after: list[list[int]], missing: list[int]) -> tuple[list[int], list[int]]:

@@ -21,20 +21,6 @@ class PlacementErrors:
         self._dag = dag
         self._block_of = block_of
 
-    def raise_for_channels(self, number: int, block: int, first: int, second: int) -> NoReturn:
-        """An instruction that would give its thread block a second channel."""
-        self._raise_for_two(number, block, f"channels {first} and {second}", lambda other: True)
-
-    def raise_for_send_peers(self, number: int, block: int, first: int, second: int) -> NoReturn:
-        """An instruction that would give its thread block a second rank to send to."""
-        what = f"two ranks to send to, {first} and {second}"
-        self._raise_for_two(number, block, what, lambda other: other.sends is not None)
-
-    def raise_for_receive_peers(self, number: int, block: int, first: int, second: int) -> NoReturn:
-        """An instruction that would give its thread block a second rank to receive from."""
-        what = f"two ranks to receive from, {first} and {second}"
-        self._raise_for_two(number, block, what, lambda other: other.receives is not None)
-
     def raise_for_second_block(self, number: int, first: int, what: str) -> NoReturn:
         """An instruction that would use a connection from a second thread block. first: the one that has it."""
         instruction = self._dag.instructions[number]
@@ -44,7 +30,8 @@ class PlacementErrors:
             f"{self._name(other)} does already ({self._line(other)}): ask for that one, or for another channel"
         )
 
-    def _raise_for_two(self, number: int, block: int, what: str, is_cause: Callable[[Instruction], bool]) -> NoReturn:
+    def raise_for_two(self, number: int, block: int, what: str, is_cause: Callable[[Instruction], bool]) -> NoReturn:
+        """An instruction that would give its thread block a second channel, or peer, beside that of `is_cause`'s."""
         instruction = self._dag.instructions[number]
         other = next(
             other

@@ -141,18 +141,18 @@ class _Assignment:
         sender, receiver = self._peers(instruction)
         block = self.ranks[rank][found]
         if block.channel != channel:
-            self._errors.raise_for_channels(number, found, block.channel, channel)
+            self._errors.raise_for_two(number, found, f"channels {block.channel} and {channel}", lambda _: True)
         if receiver is not None:
             if block.send_peer not in (None, receiver):
-                assert block.send_peer is not None
-                self._errors.raise_for_send_peers(number, found, block.send_peer, receiver)
+                what = f"two ranks to send to, {block.send_peer} and {receiver}"
+                self._errors.raise_for_two(number, found, what, lambda other: other.sends is not None)
             if (first := self._sends_to.setdefault((rank, receiver, channel), found)) != found:
                 self._errors.raise_for_second_block(number, first, f"sends to rank {receiver}")
             block.send_peer = receiver
         if sender is not None:
             if block.receive_peer not in (None, sender):
-                assert block.receive_peer is not None
-                self._errors.raise_for_receive_peers(number, found, block.receive_peer, sender)
+                what = f"two ranks to receive from, {block.receive_peer} and {sender}"
+                self._errors.raise_for_two(number, found, what, lambda other: other.receives is not None)
             if (first := self._receives_from.setdefault((rank, sender, channel), found)) != found:
                 self._errors.raise_for_second_block(number, first, f"receives from rank {sender}")
             block.receive_peer = sender

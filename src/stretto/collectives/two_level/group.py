@@ -390,8 +390,9 @@ class TwoLevelGroup:
         self._require_usable()
         first = tensors[0]
         on_stream = first.is_cuda
-        if on_stream and algorithm != "flat":
-            self._require_gpu_libraries()
+        for level, name in self._libraries.items() if on_stream and algorithm != "flat" else ():
+            if name == "gloo" and not shared_gpus.is_enabled():
+                raise ValueError(f"{level}='gloo' sends no tensors of GPUs: None, the group's backend, would do")
         self.calls[TwoLevelCall(collective, algorithm)] += 1
         logger.debug("rank %d: %s of %s %s runs as %s", self.rank, collective, first.numel(), first.dtype, algorithm)
 
@@ -418,12 +419,6 @@ class TwoLevelGroup:
     def _require_usable(self) -> None:
         if self._failure is not None:
             raise PeerError(f"this two-level group is of no more use: {self._failure}")
-
-    def _require_gpu_libraries(self) -> None:
-        """ValueError for a level's backend that has no operations on GPU tensors."""
-        for level, name in self._libraries.items():
-            if name == "gloo" and not shared_gpus.is_enabled():
-                raise ValueError(f"{level}='gloo' sends no tensors of GPUs: None, the group's backend, would do")
 
     def _agree(self, ranks_per_node: int | None, same: tuple[object, ...]) -> Nodes:
         """Exchange hosts and arguments between all ranks; return the nodes. ValueError where arguments differ."""

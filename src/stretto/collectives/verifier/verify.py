@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from stretto.collectives.collective import Collective
 from stretto.collectives.schedule import Schedule
 from stretto.collectives.verifier.deadlock import describe_deadlock, find_min_slots
-from stretto.collectives.verifier.graph import Graph, build_graph, find_overlaps, linear_order
+from stretto.collectives.verifier.graph import build_graph, find_overlaps, linear_order
 from stretto.collectives.verifier.races import Race, find_races
 from stretto.collectives.verifier.symbolic import SymbolicOutcome, execute
 
@@ -83,14 +83,17 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
     counted = [error for error in errors if not (waived and error.startswith("replica consistency"))]
     return Verification(
         ok=not counted,
-        postcondition=_all(outcomes, "right") and not schedule.collective.is_unknown if runs else None,
+        postcondition=all(outcome.right for outcome in outcomes) and not schedule.collective.is_unknown
+        if runs
+        else None,
         deadlock_free=deadlock_free,
         slots=slots,
         min_slots=min_slots,
         races=tuple(races) if runs else None,
-        replica_consistent=_all(outcomes, "consistent") if runs else None,
+        replica_consistent=all(one.consistent for one in outcomes) if runs else None,
         roundings=max((outcome.roundings for outcome in outcomes), default=0) if runs else None,
-        writes_input=schedule.out_of_place and _writes_input(graph),
+        writes_input=schedule.out_of_place
+        and any(step.type.writes_destination and step.destination_buffer == "in" for step in graph.steps),
         steps=len(graph.steps),
         errors=(*errors[:MAX_ERRORS], *([f"{len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else [])),
     )
@@ -104,11 +107,3 @@ def _calls(schedule: Schedule) -> list[Collective]:
     if schedule.out_of_place:
         calls.append(schedule.collective.out_of_place())
     return calls
-
-
-def _all(outcomes: list[SymbolicOutcome], what: str) -> bool:
-    return all(getattr(outcome, what) for outcome in outcomes)
-
-
-def _writes_input(graph: Graph) -> bool:
-    return any(step.type.writes_destination and step.destination_buffer == "in" for step in graph.steps)

@@ -29,7 +29,8 @@ from stretto.ops.attention.plan import Layout, require_layout
 from stretto.ops.joint.registry import is_runnable, name_schedule
 from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
-from stretto.ops.operator import find_group, find_name, is_traced, require_dense, takes_tensors
+from stretto.ops.operands import require_dense, takes_tensors
+from stretto.ops.operator import find_group, find_name, is_traced
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -20,14 +20,8 @@ from stretto.ops.attention.kernels import lay_out_by_position
 from stretto.ops.attention.one_rank import ContextCall, backward, forward
 from stretto.ops.attention.plan import Mask, list_chunks_together, make_plan
 from stretto.ops.moe.routes import CollectiveWrapper, call
-from stretto.ops.operator import (
-    Autograd,
-    define_operator,
-    find_group,
-    is_traced,
-    require_agreement,
-    require_no_tangents,
-)
+from stretto.ops.operands import require_no_tangents
+from stretto.ops.operator import Autograd, define_operator, find_group, is_traced, require_agreement
 
 ALONE = ""
 """In place of a group's name: this process, whose sequences are whole."""

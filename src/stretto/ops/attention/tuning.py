@@ -12,7 +12,8 @@ from torch import Tensor
 from stretto.ops.attention.choice import find_times, keep_times
 from stretto.ops.attention.context import AttentionOptions, describe_call, prepare_run
 from stretto.ops.choices import clear_choices
-from stretto.ops.operator import find_name, takes_tensors
+from stretto.ops.operands import takes_tensors
+from stretto.ops.operator import find_name
 from stretto.tuning import TuningStore, median_seconds, slowest_times, time_runs
 
 

@@ -7,19 +7,8 @@ from torch import Tensor
 
 from stretto.ops.config import encode_implementation
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, reduce_by_tree
-from stretto.ops.operator import (
-    DTYPES,
-    all_reduce,
-    define_operator,
-    find_group,
-    find_name,
-    flatten_rows,
-    needs_gradients,
-    require_agreement,
-    require_place,
-    show_shape,
-    takes_tensors,
-)
+from stretto.ops.operands import DTYPES, flatten_rows, require_like, require_no_gradients, require_place, takes_tensors
+from stretto.ops.operator import all_reduce, define_operator, find_group, find_name, require_agreement
 from stretto.ops.row_sums.kernel import (
     SumOperands,
     add_in_parts,
@@ -62,25 +51,10 @@ def all_reduce_norm(
     how, name = encode_implementation(implementation), find_name(group)
     require_no_gradients("all_reduce_norm", x, residual, norm_weight, bias, norm_bias)
     rows = flatten_rows("all_reduce_norm", x)
-    require_same_shape("all_reduce_norm", x.shape, residual)
+    require_like("all_reduce_norm", "residual", residual, x.shape, x.dtype, x.device)
     operands = rows, residual.view_as(rows), norm_weight, bias, norm_bias
     normed, added = _call(*operands, name, float(eps), norm, float(offset), invariant, how)
     return normed.view_as(x), added.view_as(x)
-
-
-def require_no_gradients(operator: str, *tensors: Tensor | None) -> None:
-    """ValueError where gradients would be needed, of which the operator has none."""
-    if needs_gradients(*tensors):
-        raise ValueError(f"{operator} has no gradients: call it under torch.no_grad(), or detach its operands")
-
-
-def require_same_shape(operator: str, shape: tuple[int, ...], residual: Tensor) -> None:
-    """ValueError unless the residual is contiguous and of this shape."""
-    if tuple(residual.shape) != tuple(shape) or not residual.is_contiguous():
-        raise ValueError(
-            f"{operator}: residual is contiguous, {list(shape)}, not {show_shape(residual)} with strides "
-            f"{residual.stride()}"
-        )
 
 
 def _run(

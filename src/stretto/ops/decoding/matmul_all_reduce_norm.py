@@ -11,23 +11,20 @@ from stretto.memory.gpus import count_processors
 from stretto.ops import small_m
 from stretto.ops.choices import find_config
 from stretto.ops.config import KernelConfig, encode_implementation
-from stretto.ops.decoding.all_reduce_norm import require_no_gradients, require_same_shape
 from stretto.ops.gemm import GroupProduct
 from stretto.ops.invariant.kernels import is_for_streaming, multiply_and_sum, multiply_in_parts
 from stretto.ops.invariant.matmul import LEAVES, count_leaves, goes_by_packets, multiply_all_reduce, require_plain
 from stretto.ops.matmul_all_reduce import compute_all_reduce
-from stretto.ops.operator import (
-    abandon,
-    count_product_flops,
-    define_operator,
-    find_group,
-    find_name,
+from stretto.ops.operands import (
+    DTYPES,
     flatten_rows,
-    require_agreement,
+    require_like,
     require_matrices,
+    require_no_gradients,
     require_operands,
     takes_tensors,
 )
+from stretto.ops.operator import abandon, count_product_flops, define_operator, find_group, find_name, require_agreement
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
@@ -76,7 +73,7 @@ def matmul_all_reduce_norm(
         require_plain("matmul_all_reduce_norm", how, None, None)
     require_matrices("matmul_all_reduce_norm", rows, weight)
     shape = *x.shape[:-1], weight.shape[0]
-    require_same_shape("matmul_all_reduce_norm", shape, residual)
+    require_like("matmul_all_reduce_norm", "residual", residual, shape, x.dtype, x.device)
     operands = rows, weight, residual.flatten(0, -2), norm_weight, bias, norm_bias
     normed, added = _call(*operands, name, float(eps), norm, float(offset), invariant, how)
     return normed.view(shape), added.view(shape)
@@ -104,7 +101,8 @@ def scaled_matmul_all_reduce_norm(
     """
     require_norm("scaled_matmul_all_reduce_norm", norm, eps)
     require_matrices("scaled_matmul_all_reduce_norm", flatten_rows("scaled_matmul_all_reduce_norm", x), weight)
-    require_same_shape("scaled_matmul_all_reduce_norm", (*x.shape[:-1], weight.shape[0]), residual)
+    shape = *x.shape[:-1], weight.shape[0]
+    require_like("scaled_matmul_all_reduce_norm", "residual", residual, shape, DTYPES, x.device)
     rows = residual.flatten(0, -2)
     operands = NormOperands(None, rows, norm_weight, norm_bias)
     require_norm_operands("scaled_matmul_all_reduce_norm", rows, rows.shape[0], rows.shape[1], operands)

@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from stretto.ops.config import IMPLEMENTATIONS
-from stretto.ops.decoding.all_reduce_norm import require_no_gradients
 from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels, choose_singles, find_tiles
-from stretto.ops.operator import DTYPES, define_operator, require_place, show_shape, takes_tensors
+from stretto.ops.operands import (
+    DTYPES,
+    describe_tensor,
+    require_device,
+    require_no_gradients,
+    show_shape,
+    takes_tensors,
+)
+from stretto.ops.operator import define_operator
 from stretto.tiles import INTERPRETED
 
 MAX_SIZE = 256
@@ -219,32 +226,26 @@ def _require(call: PagedCall) -> None:
         )
     for name, one in (("key_cache", key_cache), ("value_cache", value_cache)):
         if one.dtype != q.dtype or one.device != q.device:
-            raise ValueError(
-                f"paged_attention: q is {q.dtype} on {q.device} and {name} {one.dtype} on {one.device}: convert one"
-            )
+            raise ValueError(f"paged_attention: {name} is of {q.dtype} on {q.device}, not {describe_tensor(one)}")
         if one.stride(3) != 1:
             raise ValueError(f"paged_attention: the last dim of {name} is contiguous, not of strides {one.stride()}")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"paged_attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}")
-    if not q.is_contiguous():
-        raise ValueError(f"paged_attention takes a contiguous q, not strides {q.stride()}: call contiguous() on it")
-    require_place("paged_attention", q)
+    if q.dtype not in DTYPES or not q.is_contiguous():
+        kinds = ", ".join(map(str, DTYPES))
+        raise ValueError(f"paged_attention takes a contiguous q of {kinds}, not {describe_tensor(q)}")
+    require_device("paged_attention", "q is", q)
     sequences = lengths.shape[0] if lengths.dim() == 1 else -1
-    shapes = {"block_table": (block_table, 2, sequences), "lengths": (lengths, 1, sequences)}
+    most = block_table.shape[-1:].numel()
+    shapes = {"block_table": (block_table, (sequences, most)), "lengths": (lengths, (sequences,))}
     if query_offsets is not None:
-        shapes["query_offsets"] = query_offsets, 1, sequences + 1
+        shapes["query_offsets"] = query_offsets, (sequences + 1,)
     elif sequences != q.shape[0]:
         raise ValueError(
             f"paged_attention: {q.shape[0]} tokens of {sequences} sequences: without query_offsets each has one token"
         )
-    for name, (one, dims, first) in shapes.items():
-        if one.dim() != dims or one.shape[0] != first or one.dtype != torch.int32 or one.device != q.device:
-            raise ValueError(
-                f"paged_attention: {name} is int32 with {dims} dims on {q.device}, its first of {first}, not "
-                f"{show_shape(one)} of {one.dtype} on {one.device}"
-            )
-        if not one.is_contiguous():
-            raise ValueError(f"paged_attention takes a contiguous {name}, not strides {one.stride()}")
+    for name, (one, shape) in shapes.items():
+        if one.shape != shape or one.dtype != torch.int32 or one.device != q.device or not one.is_contiguous():
+            wanted = f"int32 {list(shape)} on {q.device}, contiguous"
+            raise ValueError(f"paged_attention: {name} is {wanted}, not {describe_tensor(one)}")
 
 
 def _fake(

@@ -58,7 +58,7 @@ def _load(device: torch.device) -> dict[str, LaunchConfig]:
 
 
 def _autotuner(device: torch.device) -> Autotuner[str, LaunchConfig]:
-    keys = TimeKeys(lambda shape, config: f"{shape}, {_name_config(config)}", _parse_key)
+    keys = TimeKeys(lambda shape, config: f"{shape}, {'/'.join(map(str, config))}", _parse_key)
     return Autotuner(machine_key(device, operator="embedding", versions=(f"triton {triton.__version__}",)), keys)
 
 
@@ -67,10 +67,6 @@ def _name_shape(shape: LookupSize) -> str:
     """Name a size for the store; sizes whose average bags differ by less than a factor of two share a name."""
     pooling = round(math.log2(max(shape.pooling, 1.0)))
     return f"embedding {shape.world} ranks {shape.block_bytes} bytes {shape.tables}x{shape.batch} pooling 2^{pooling}"
-
-
-def _name_config(config: LaunchConfig) -> str:
-    return "/".join(str(value) for value in config)
 
 
 def _parse_key(key: str) -> tuple[str, LaunchConfig]:

@@ -63,8 +63,8 @@ class BackwardConfig(NamedTuple):
     """Launch parameters of the backward pass. `limit`, `chunks` and `rows` may change its bits.
 
     limit: most lookups of a chunk. chunks, rows: of a tile of `reduce_chunks`. num_warps, programs (on each
-    multiprocessor): of `reduce_chunks`. push_programs: programs that push gradients, or 0 for copy engines; all
-    ranks have the same. block: sorted lookups that a program of `count_chunks` and `place_chunks` takes.
+    multiprocessor): of `reduce_chunks`. push_programs: programs that push gradients; all ranks have the same. block:
+    sorted lookups that a program of `count_chunks` and `place_chunks` takes.
     """
 
     limit: int
@@ -349,12 +349,6 @@ def _push(
     need: int,
 ) -> None:
     """Push each rank's columns to their owner, and wait for the columns that others push; on the current stream."""
-    if not config.push_programs:
-        # The host issues copies, so it waits for the permit; not in a CUDA graph, because values are unknown during
-        # capture.
-        if find_capture(grad.device) is not None or int(permit) & need == need:
-            _copy_columns(staging, grad, placement)
-        return
     # A signal waits for the stores before it, so that large batches have more rows a signal.
     rows, steps = 4, 4 if placement.local_batch >= 16 * config.push_programs else 1
     groups = -(-placement.local_batch // (steps * rows))
@@ -372,20 +366,6 @@ def _push(
     key = placement, tiles.kind_of(grad), need, permit_kind
     rest = permit, need, steps, rows, block
     staging.channel.launch(push_gradients, key, config.push_programs, (*arguments, *rest), num_warps=8)
-
-
-def _copy_columns(staging: _Staging, grad: Tensor, placement: EmbeddingPlacement) -> None:
-    """Push columns as `push_gradients` does, by copy engines, which take no multiprocessor from the sort."""
-    channel, rank, world, batch = staging.channel, placement.rank, placement.world_size, placement.local_batch
-    mapping = tiles.shard_tiles(1, world, 1, channels=1)
-    channel.begin("embedding_all_to_all's gradient", mapping, mapping, "broadcast")
-    for distance in range(1, world + 1):
-        owner = (rank + distance) % world
-        first, width = placement.first_column(owner), placement.widths[owner]
-        there = channel.tensor((placement.batch, width), placement.dtype, rank=owner)
-        tiles.rank_copy_data(there[rank * batch : (rank + 1) * batch], grad[:, first : first + width])
-        tiles.rank_notify(channel, rank, owner)
-    tiles.rank_wait_all(channel, 0, 1)
 
 
 @functools.lru_cache(maxsize=256)

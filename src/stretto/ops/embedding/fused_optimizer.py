@@ -32,7 +32,9 @@ from stretto.ops.embedding.operator import (
 )
 from stretto.ops.embedding.placement import require_input
 from stretto.ops.embedding.table_set import SeenTensors, accept_tables, find_tables
-from stretto.ops.operator import find_name, is_traced, require_dense, takes_tensors
+from stretto.ops.operands import require_dense, require_like, takes_tensors
+from stretto.ops.operator import find_name, is_traced
+from stretto.suggestions import require_one_of
 
 STATES = {"sgd": 0, "adagrad": 1, "full-adagrad": 1, "adam": 2}
 """The number of states that each optimizer has of a table."""
@@ -106,11 +108,7 @@ def _update(
 
 
 def _require_gradient(grad: Tensor, batch: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    if grad.shape != (batch, width) or grad.dtype != dtype or grad.device != device:
-        raise ValueError(
-            f"{_OPERATOR}: the output's gradient is {dtype} [{batch}, {width}] on {device}, not {grad.dtype} "
-            f"{list(grad.shape)} on {grad.device}"
-        )
+    require_like(_OPERATOR, "grad", grad, (batch, width), dtype, device, may_have_gaps=True)
 
 
 @torch.library.custom_op("stretto::embedding_all_to_all_update", mutates_args=("tables", "states", "clock"))
@@ -181,15 +179,15 @@ def require_step(
     require_dense(_OPERATOR, "update.settings", settings)
     if clock is not None:
         require_dense(_OPERATOR, "update.clock", clock)
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(f"{_OPERATOR}: optimizer is one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+    require_one_of(OPTIMIZERS, f"{_OPERATOR}: ", optimizer=optimizer)
     shapes = [(len(rows), SETTINGS.value)] if optimizer == "adam" else [(2,), (len(rows), SETTINGS.value)]
-    if settings.shape not in shapes or not _suits(settings, device):
+    if settings.shape not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
         raise ValueError(
-            f"{_OPERATOR}: settings of {optimizer} are fp32 {' or '.join(str(list(shape)) for shape in shapes)}, "
-            f"contiguous, on {device}: learning rate and epsilon, or what table_settings makes; not "
-            f"{_describe(settings)}"
+            f"{_OPERATOR}: settings of {optimizer} are {wanted}: learning rate and epsilon, or what table_settings "
+            f"makes; not {list(settings.shape)}"
         )
+    require_like(_OPERATOR, "settings", settings, settings.shape, torch.float32, device)
     count = STATES[optimizer]
     if len(states) != count * len(rows):
         raise ValueError(
@@ -200,11 +198,7 @@ def require_step(
         for place, state in enumerate(states):
             table = place // count
             shape = (rows[table],) if optimizer == "adagrad" else (rows[table], dims[table])
-            if state.shape != shape or not _suits(state, device):
-                raise ValueError(
-                    f"{_OPERATOR}: the state of table {table} is fp32 {list(shape)}, contiguous, on {device}, not "
-                    f"{_describe(state)}"
-                )
+            require_like(_OPERATOR, f"the state of table {table}", state, shape, torch.float32, device)
         return True
 
     if is_traced(*states):
@@ -215,22 +209,14 @@ def require_step(
         raise ValueError(
             f"{_OPERATOR}: adam and stochastic rounding count steps: pass clock=, int64 [2], steps and seed"
         )
-    if clock is not None and (clock.shape != (2,) or clock.dtype != torch.int64 or clock.device != device):
-        raise ValueError(f"{_OPERATOR}: the clock is int64 [2] on {device}: steps and seed; not {_describe(clock)}")
+    if clock is not None:
+        require_like(_OPERATOR, "clock (steps and seed)", clock, (2,), torch.int64, device, may_have_gaps=True)
     if step.is_stochastic and dtype == torch.float32:
         raise ValueError(f"{_OPERATOR}: fp32 tables are not rounded: leave is_stochastic out")
     if step.cached is not None and len(step.cached.slots) != len(rows):
         raise ValueError(f"{_OPERATOR}: there are {len(step.cached.slots)} slots of {len(rows)} tables: one for each")
     if step.blocks and len(step.blocks) != len(rows):
         raise ValueError(f"{_OPERATOR}: there are {len(step.blocks)} blocks of {len(rows)} tables: give one for each")
-
-
-def _suits(tensor: Tensor, device: torch.device) -> bool:
-    return tensor.dtype == torch.float32 and tensor.device == device and tensor.is_contiguous()
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
 @takes_tensors

@@ -30,7 +30,8 @@ from stretto.ops.embedding.output_ring import find_output_rings
 from stretto.ops.embedding.placement import EmbeddingPlacement, find_placement, require_input
 from stretto.ops.embedding.table_set import TableSet, accept_tables, find_tables
 from stretto.ops.joint.registry import name_schedule
-from stretto.ops.operator import find_group, find_name, is_differentiated, is_traced, register_fake, takes_tensors
+from stretto.ops.operands import is_differentiated, takes_tensors
+from stretto.ops.operator import find_group, find_name, is_traced, register_fake
 
 
 @takes_tensors

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from stretto.memory import exchange
 from stretto.memory.plain_data import all_gather_data
-from stretto.ops.embedding.table_set import name_dtypes
-from stretto.ops.operator import DTYPES, find_group, find_known, require_device
+from stretto.ops.operands import DTYPES, require_device, require_like
+from stretto.ops.operator import find_group, find_known
+from stretto.suggestions import require_one_of
 
 MODES = ("sum", "mean")
 AGREED, GRADIENTS = 1, 2
@@ -115,13 +116,7 @@ def require_input(
     if indices.device != offsets.device:
         raise ValueError(f"{name}: offsets are on {offsets.device} and indices on {indices.device}: move one of them")
     if weights is not None:
-        if weights.shape != indices.shape or weights.device != indices.device or not weights.is_contiguous():
-            raise ValueError(
-                f"{name}: per-sample weights are contiguous and one an index, [{indices.numel()}] on {indices.device}, "
-                f"not {list(weights.shape)} with strides {weights.stride()} on {weights.device}"
-            )
-        if weights.dtype not in DTYPES:
-            raise ValueError(f"{name} takes weights of {name_dtypes()}, not {weights.dtype}")
+        require_like(name, "weights, one an index,", weights, indices.shape, DTYPES, indices.device)
         if weights.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} gives per-sample weights no gradient: detach() them")
     count = _find_batch(name, offsets, tables, batch)
@@ -136,8 +131,7 @@ def require_input(
 
 def require_mode(mode: str) -> None:
     """ValueError for an unknown pooling mode."""
-    if mode not in MODES:
-        raise ValueError(f"embedding_all_to_all: mode is one of {', '.join(MODES)}, not {mode!r}")
+    require_one_of(MODES, "embedding_all_to_all: ", mode=mode)
 
 
 def _find_batch(name: str, offsets: Tensor, tables: int, batch: int | None) -> int:

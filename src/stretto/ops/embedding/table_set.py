@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from stretto.ops.operator import DTYPES, require_dense
+from stretto.ops.operands import DTYPES, require_dense
 
 MAX_DIM = 2048
 _MAX_KEPT = 256
@@ -166,9 +166,4 @@ def require_shape(place: int, rows: int, dim: int, dtype: torch.dtype) -> None:
             f"{name}: a table's dim is a multiple of 4 up to {MAX_DIM}, and table {place} has {dim}: {nearest} will do"
         )
     if dtype not in DTYPES:
-        raise ValueError(f"{name} takes tables of {name_dtypes()}, and table {place} is {dtype}")
-
-
-def name_dtypes() -> str:
-    """Return the names of the dtypes that tables and weights may have."""
-    return ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"{name} takes tables of {', '.join(map(str, DTYPES))}, and table {place} is {dtype}")

@@ -10,22 +10,18 @@ from torch.nn import functional
 
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.invariant.kernels import multiply_and_sum, multiply_leaves
+from stretto.ops.operands import divide_first_dim, flatten_rows, require_operands, restore_dims, takes_tensors
 from stretto.ops.operator import (
     Autograd,
     all_reduce,
     count_product_flops,
     define_operator,
     differentiate_product,
-    divide_first_dim,
     exchange_rows,
     find_group,
-    flatten_rows,
     gather_rows,
     require_agreement,
-    require_operands,
-    restore_dims,
     save_operands,
-    takes_tensors,
 )
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, find_packets_obstacle
 from stretto.tiles import INTERPRETED

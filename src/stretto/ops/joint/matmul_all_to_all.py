@@ -17,18 +17,16 @@ from stretto.ops.config import LIBRARY, KernelConfig, encode_implementation
 from stretto.ops.gemm import GroupProduct
 from stretto.ops.joint.launch import launch_joint
 from stretto.ops.joint.registry import encode_schedule
+from stretto.ops.operands import divide_first_dim, require_operands, takes_tensors
 from stretto.ops.operator import (
     Autograd,
     count_product_flops,
     define_operator,
     differentiate_product,
-    divide_first_dim,
     exchange_rows,
     find_group,
     find_name,
-    require_operands,
     save_operands,
-    takes_tensors,
 )
 
 _OPERATOR = "matmul_all_to_all"

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from stretto.ops.mlp import ACTIVATIONS
 from stretto.ops.moe.permutation import DTYPES, choose_block, find_block
-from stretto.ops.operator import Autograd, define_operator, needs_gradients, takes_tensors
+from stretto.ops.operands import needs_gradients, takes_tensors
+from stretto.ops.operator import Autograd, define_operator
 from stretto.tiles.launches import launch_cached
 
 Activation = str | Callable[[Tensor], Tensor]

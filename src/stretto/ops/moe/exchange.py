@@ -24,7 +24,7 @@ from stretto.ops.moe.permutation import (
     unpermute,
 )
 from stretto.ops.moe.routes import CollectiveWrapper, Route, call
-from stretto.ops.operator import takes_tensors
+from stretto.ops.operands import takes_tensors
 
 Reduce = Literal["rank", "choice"]
 """Where a token's rows are summed: by each of its experts' ranks first, or by its own, in the order of its choices."""

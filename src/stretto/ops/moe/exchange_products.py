@@ -30,7 +30,7 @@ from stretto.ops.moe.grouped.matmul import grouped_matmul, grouped_weight_gradie
 from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.moe.places import Places
 from stretto.ops.moe.routes import CollectiveWrapper, call
-from stretto.ops.operator import takes_tensors
+from stretto.ops.operands import takes_tensors
 
 
 @takes_tensors

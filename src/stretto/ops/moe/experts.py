@@ -41,7 +41,8 @@ from stretto.ops.moe.permutation import (
     sum_dtype,
     unpermute,
 )
-from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, takes_tensors, without_autocast
+from stretto.ops.operands import needs_gradients, takes_tensors
+from stretto.ops.operator import Autograd, define_operator, is_traced, without_autocast
 
 
 @takes_tensors

@@ -25,18 +25,8 @@ from stretto.ops.moe.few_kernels import FewLayout, ReceivedRows, SentChoices, co
 from stretto.ops.moe.fixed_rows import find_fixed_route
 from stretto.ops.moe.permutation import sort_by_expert, sum_copies
 from stretto.ops.moe.routes import call
-from stretto.ops.operator import (
-    DTYPES,
-    FP8,
-    abandon,
-    find_group,
-    find_kept,
-    find_name,
-    needs_gradients,
-    require_agreement,
-    scatter_sum,
-    takes_tensors,
-)
+from stretto.ops.operands import DTYPES, FP8, needs_gradients, takes_tensors
+from stretto.ops.operator import abandon, find_group, find_kept, find_name, require_agreement, scatter_sum
 from stretto.ops.scaled import quantize_rows
 from stretto.ops.small_m import THREADS_OF_A_WARP
 

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.moe.sorting import sort_copies
-from stretto.ops.operator import define_operator, is_traced, needs_gradients, takes_tensors
+from stretto.ops.operands import needs_gradients, takes_tensors
+from stretto.ops.operator import define_operator, is_traced
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.permutation import sum_dtype
-from stretto.ops.operator import find_name, takes_tensors
+from stretto.ops.operands import takes_tensors
+from stretto.ops.operator import find_name
 
 SHARES = 64
 """An expert's tokens are divided among its slots in so many parts, by their number modulo SHARES."""

@@ -35,16 +35,15 @@ from stretto.ops.moe.permutation import (
     weigh_and_multiply,
 )
 from stretto.ops.moe.tensor_parallel_kernels import Routed, exchange, multiply_arriving, multiply_leaving
+from stretto.ops.operands import needs_gradients, takes_tensors
 from stretto.ops.operator import (
     Autograd,
     define_operator,
     find_group,
     find_name,
     gather_rows,
-    needs_gradients,
     reduce_scatter,
     require_agreement,
-    takes_tensors,
 )
 
 

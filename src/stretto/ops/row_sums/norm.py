@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stretto.ops.gemm import divide_up, fixed
-from stretto.ops.operator import DTYPES, Autograd, define_operator, show_shape, takes_tensors
+from stretto.ops.operands import DTYPES, describe_tensor, require_like, show_shape, takes_tensors
+from stretto.ops.operator import Autograd, define_operator
 from stretto.suggestions import require_one_of
 from stretto.tiles import INTERPRETED, kind_of
 from stretto.tiles.launches import find_launches
@@ -85,10 +86,8 @@ def invariant_norm(
         raise ValueError(f"invariant_norm takes floating-point x [..., n], not {x.dtype} {show_shape(x)}")
     for name, one in (("weight", weight), ("bias", bias)):
         if one is not None and (one.shape != x.shape[-1:] or not one.is_floating_point() or one.device != x.device):
-            raise ValueError(
-                f"invariant_norm: {name} is [{x.shape[-1]}] of a floating-point dtype on {x.device}, not "
-                f"{show_shape(one)} of {one.dtype} on {one.device}"
-            )
+            wanted = f"[{x.shape[-1]}] of a floating-point dtype on {x.device}"
+            raise ValueError(f"invariant_norm: {name} is {wanted}, not {describe_tensor(one)}")
     return _exact_norm(x, weight, bias, float(eps), norm, float(offset))
 
 
@@ -140,23 +139,12 @@ def require_norm(operator: str, norm: str, eps: float) -> None:
 def require_norm_operands(operator: str, x: Tensor, m: int, n: int, operands: NormOperands) -> None:
     """ValueError unless residual is [m, n] of x's dtype, contiguous, and weights and biases are [n], on one device."""
     bias, residual, weight, norm_bias = operands
-    if tuple(residual.shape) != (m, n) or residual.dtype != x.dtype or not residual.is_contiguous():
-        raise ValueError(
-            f"{operator}: residual is contiguous, [{m}, {n}] of {x.dtype}, not {show_shape(residual)} of "
-            f"{residual.dtype} with strides {residual.stride()}"
-        )
-    for name, one in (("bias", bias), ("norm_weight", weight), ("norm_bias", norm_bias)):
-        if one is None:
-            continue
-        if tuple(one.shape) != (n,) or not one.is_contiguous():
-            raise ValueError(f"{operator}: {name} is contiguous, [{n}], not {show_shape(one)}")
-        if name == "bias" and one.dtype != x.dtype:
-            raise ValueError(f"{operator}: x is {x.dtype} and bias {one.dtype}: convert one of them")
-        if one.dtype not in DTYPES:
-            raise ValueError(f"{operator}: {name} is of {', '.join(map(str, DTYPES))}, not {one.dtype}")
-    for name, one in (("residual", residual), ("bias", bias), ("norm_weight", weight), ("norm_bias", norm_bias)):
-        if one is not None and one.device != x.device:
-            raise ValueError(f"{operator}: x is on {x.device} and {name} on {one.device}: move one of them")
+    require_like(operator, "residual", residual, (m, n), x.dtype, x.device)
+    if bias is not None:
+        require_like(operator, "bias", bias, (n,), x.dtype, x.device)
+    for name, one in (("norm_weight", weight), ("norm_bias", norm_bias)):
+        if one is not None:
+            require_like(operator, name, one, (n,), DTYPES, x.device)
 
 
 def add_norm(total: Tensor, operands: NormOperands, norm: Norm) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,8 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
     try:
         graph = _parse(content.decode("utf-8"), path.suffix)
     except Exception as error:  # noqa: BLE001  networkx's parsers raise what they run into
-        raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {_one_line(error)}") from None
+        shown = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {shown}") from None
     nodes = {node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: _by_id(each[0]))}
     devices = [node for node, about in nodes.items() if str(about.get("kind", "device")) not in ("switch", "nic")]
     others = [node for node in nodes if node not in set(devices)]
@@ -132,7 +133,3 @@ def _read_sizes(text: str, numbers: str, pattern: str) -> list[int]:
     if not all(part.isascii() and part.isdecimal() and len(part) < 7 and int(part) > 0 for part in parts):
         raise ValueError(f"topology {text!r} must be written {pattern}, with whole numbers of at least 1")
     return [int(part) for part in parts]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

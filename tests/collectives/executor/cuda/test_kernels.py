@@ -394,10 +394,4 @@ def test_a_launch_has_the_fewest_rounds_and_no_more_threads_than_were_compiled_f
 
     for size in (2, 1 << 10, 1 << 20, 2 << 20, 3_000_000, 8 << 20):
         check(size, 99)
-    check(64 << 20, 48)  # a large all-reduce leaves more to the products beside it, unless `tune` says otherwise
-    kernel.tune(None, 99)
-    check(64 << 20, 99)
-    with pytest.raises(
-        ValueError, match="1 to 99 blocks, so that other kernels can run at the same time, not 132: 99 would do"
-    ):
-        kernel.tune(None, 132)
+    check(64 << 20, 48)  # a large all-reduce leaves more to the products beside it

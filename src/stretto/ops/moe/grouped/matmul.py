@@ -28,7 +28,8 @@ from stretto.ops.moe.grouped import kernels
 from stretto.ops.moe.grouped.config import choose_config, require_implementation
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import DTYPES, sum_copies
-from stretto.ops.operator import Autograd, define_operator, is_traced, needs_gradients, takes_tensors, without_autocast
+from stretto.ops.operands import needs_gradients, takes_tensors
+from stretto.ops.operator import Autograd, define_operator, is_traced, without_autocast
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm

@@ -13,8 +13,6 @@ from stretto.collectives.executor.cuda.workspace import MAX_SIMPLE_MAILBOXES, Co
 from stretto.collectives.executor.layout import depends_on_chunk_length, find_aligned_layout, find_layout, find_sizes
 from stretto.collectives.schedule import Schedule
 
-THREADS_STEP = MIN_THREADS
-"""A block's threads are a multiple of this."""
 MAX_PLANS = 4096
 # A large call by 48 blocks takes 4% to 8% longer than by 99 when it runs alone, and delays concurrent products that do
 # by less: an all-gather of 64 MB two of 4096 x 4096 x 4096, which take 380 us alone, by 60 us, not by 110; NCCL's
@@ -89,9 +87,6 @@ class FusedScheduleKernel:
         self._plans: dict[tuple[int | None, int | None], _Launches] = {}
         self._current: _Launches | None = None
         self._max_threads = max_threads(self.fused, variant)
-        self.threads: int | None = None
-        self.max_blocks = workspace.max_blocks
-        self._is_tuned = False
 
     def __call__(self, input: Tensor, output: Tensor | None = None) -> None:
         """Run it on flat contiguous tensors: `output` is None in place, where `input` holds both buffers.
@@ -128,26 +123,6 @@ class FusedScheduleKernel:
         values[function.place("limit")] = self.workspace.lasting_limit
         return RecordedLaunch(function.handle, plan.pieces[0][2], plan.threads, tuple(values), *places)
 
-    def tune(self, threads: int | None, max_blocks: int) -> None:
-        """Set the threads of a block (None: by size) and the most blocks. All ranks set the same.
-
-        Raises ValueError for a number of threads that it is not compiled for, and for more blocks than leave room for
-        other kernels.
-        """
-        if threads is not None and (threads % THREADS_STEP or not THREADS_STEP <= threads <= self._max_threads):
-            raise ValueError(
-                f"a block has a multiple of {THREADS_STEP} threads, at most {self._max_threads}, not {threads}"
-            )
-        most = self.workspace.max_blocks
-        if not 1 <= max_blocks <= most:
-            raise ValueError(
-                f"a kernel that waits for peers has 1 to {most} blocks, so that other kernels can run at the same "
-                "time, not "
-                f"{max_blocks}: {min(max(max_blocks, 1), most)} would do"
-            )
-        self.threads, self.max_blocks, self._is_tuned = threads, max_blocks, True
-        self._plans.clear()
-
     def describe_wait(self, block: int, level: int, message: int) -> str:
         """Describe what a thread block waited for, for a failure report."""
         return f"rank {self._senders.get(message, '?')}'s message {message} (level {level})"
@@ -160,8 +135,9 @@ class FusedScheduleKernel:
         most = self._capacity // (16 * max(self.fused.mailboxes, 1)) // 32 * 32
         if most == 0:
             raise ValueError(f"{self.name} has {self.fused.mailboxes} messages to a rank: there is no memory for these")
-        bound = self._bound_blocks(chunk_bytes * self.collective.chunks_per_loop)
-        threads = self.threads or self._choose_threads(min(num_vectors, most), bound)
+        is_large = chunk_bytes * self.collective.chunks_per_loop >= LARGE_CALL
+        bound = min(self.workspace.max_blocks, BLOCKS_OF_LARGE) if is_large else self.workspace.max_blocks
+        threads = self._choose_threads(min(num_vectors, most), bound)
         pieces = []
         # Without data there is no launch: no rank would wait in it, and only the waits keep the ranks in step.
         for start in range(0, num_vectors, most):
@@ -180,20 +156,15 @@ class FusedScheduleKernel:
         plan = self._plans[sizes] = _Launches(tuple(parameters.items()), threads, tuple(pieces))
         return plan
 
-    def _bound_blocks(self, num_bytes: int) -> int:
-        """The maximum number of blocks for a buffer of this size: as set by `tune`, or else fewer for large ones."""
-        is_large = num_bytes >= LARGE_CALL
-        return min(self.max_blocks, BLOCKS_OF_LARGE) if is_large and not self._is_tuned else self.max_blocks
-
     def _choose_threads(self, num_vectors: int, max_blocks: int) -> int:
-        """The fewest threads with which the allowed blocks get equal shares, in as few rounds as possible.
+        """The fewest threads, a multiple of MIN_THREADS, with which the blocks get equal shares, in as few rounds.
 
         A last round of a few blocks takes as long as a full one, and more blocks spread the waiting better than larger
         blocks.
         """
         turns = -(-num_vectors // self.variant.unroll)
         rounds = max(-(-turns // (max_blocks * self._max_threads)), 1)
-        return -(-max(turns, 1) // (max_blocks * rounds * THREADS_STEP)) * THREADS_STEP
+        return -(-max(turns, 1) // (max_blocks * rounds * MIN_THREADS)) * MIN_THREADS
 
     def _count_vectors(self, chunk_bytes: int) -> int:
         """The vectors of 16 bytes that a chunk takes in a mailbox."""
