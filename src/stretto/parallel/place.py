@@ -19,6 +19,7 @@ from stretto.parallel.blocks import check_modules, warn_of_replication
 from stretto.parallel.builder import Builder
 from stretto.parallel.comm.agreement import check_ranks_agree
 from stretto.parallel.grid import Grid
+from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.meta import MetaInitializer
 from stretto.parallel.pipeline.cutting import Cut, cut_into_stages, restrict_plan
 from stretto.parallel.roles.plan import PlainPart, Role, ShardingPlan
@@ -104,7 +105,7 @@ def _place(
     else:
         check_modules(model, grid.size(LOSS))
         warn_of_replication(model, grid, plan.reason)
-        drops = grid.size("x") * grid.size("y") > 1 and any(
+        drops = (plan.dropouts or grid.size("x") * grid.size("y") > 1) and any(
             isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in model.modules()
         )
         values, block_of = [], _block_of_each(model, plan.names)
@@ -116,7 +117,8 @@ def _place(
         parts = [(part, {name: plain[name] for name in part.parameters}) for part in plan.plain]
         return Placement(plan, builder, cut, modules, shared, parts, values=[*values, *builder.buffers()])
     modules = {name: builder.experts(name, model.get_submodule(name), kind) for name, kind in plan.experts.items()}
-    others = (name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in modules)
+    others = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in modules]
+    modules |= {name: ParallelDropout(model.get_submodule(name).p, grid, "y", name) for name in plan.dropouts}
     shards = {name: builder.plain_parameter(name, Role("gathered")) for name in others}
     return Placement(plan, builder, cut, modules, blocks=PlacedBlocks(shards, block_of), values=builder.buffers())
 

@@ -165,7 +165,9 @@ def prefer_blocks(
     ]
     if not sizes or max(sizes) >= MIN_COPIED_BYTES:
         return plan
-    return BlockPlan(names, f"no weight of its blocks has {MIN_COPIED_BYTES >> 20} MiB", is_pretrained=True)
+    dropouts = tuple(plan.named("dropout", "inner_dropout"))
+    reason = f"no weight of its blocks has {MIN_COPIED_BYTES >> 20} MiB"
+    return BlockPlan(names, reason, is_pretrained=True, dropouts=dropouts)
 
 
 def _experts_beside_blocks(model: nn.Module, sizes: GridSizes, error: ValueError) -> dict[str, ExpertsKind]:

@@ -30,12 +30,14 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 @dataclass(frozen=True)
 class BlockPlan:
     """A model's blocks by name, why it is sharded by these, and whether it is a transformers model. experts: modules
-    that the ranks of expert divide among them, where it has several, with what they compute."""
+    that the ranks of expert divide among them, where it has several, with what they compute. dropouts: of inputs whose
+    first dim is rows, by name: their masks are of global elements."""
 
     names: tuple[str, ...]
     reason: str
     is_pretrained: bool = False
     experts: Mapping[str, ExpertsKind] = field(default_factory=dict)
+    dropouts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
