@@ -191,6 +191,15 @@ def group_index(group_name: str, label: str, ranks: Collection[int]) -> int:
     return index
 
 
+def describe_group(index: int) -> str:
+    """The name and the ranks of a group, for messages."""
+    code = 0 if index < 0 else _values[_GROUPS + _GROUP_SIZE * index]
+    if code == 0:
+        return "a group"
+    label, _, *ranks = next(name for name, number in _table.names.items() if number == code)
+    return f"group {label} (ranks {', '.join(map(str, ranks))})"
+
+
 def enter_collective(index: int) -> int:
     """Count that this rank has entered a group's next collective; its number, from 1 on."""
     if index < 0:

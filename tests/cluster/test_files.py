@@ -275,6 +275,7 @@ def test_a_table_with_too_many_rows_is_refused(tmp_path):
     ("text", "complaint"),
     [
         ("name = ", "is not valid TOML"),
+        ("topology: [ Ring ]", "is --topology of `stretto simulate`"),
         ("name = 'a'\nname = 'b'", "is not valid TOML"),
         ("nodes = " + "9" * 4300 + "\n", "line 1 has 4308 characters; 4096 is the most"),
         ("a." * 60_000 + "b = 1", "line 1 has"),

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tests.conftest import Ranks
 from tests.parallel import hugging_face
+from tests.parallel.lora import PeftModel, adapters
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
@@ -392,6 +393,16 @@ def test_a_closed_engine_and_a_table_that_no_memory_holds_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Engine(model, **({"max_batch": 2, "cache_tokens": 10_000} | given))
+
+
+def test_a_model_within_wrappers_of_its_adapters_runs_with_them() -> None:
+    model = PeftModel(make("llama"))
+    for parameter in adapters(model).values():
+        nn.init.normal_(parameter, std=0.3)
+    given = prompts()[:2]
+    expected = [continued(model.base_model.model, prompt) for prompt in given]
+    assert expected != [continued(make("llama"), prompt) for prompt in given]
+    assert Engine(parallelize(model, Grid()), max_batch=2, cache_tokens=800).generate(given, NEW) == expected
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -176,20 +177,39 @@ def test_small_blocks_and_roles_continue_each_others_checkpoints(kind: str, rank
 
 
 def messages_of_default_planners(folder: Path) -> list[str]:
-    """Return what torch's own planners say to a model whose fused weights x cuts."""
-    model, _, _ = by_stretto("gpt2", {"x": 2})
+    """Return what torch's own planners say to a model whose fused weights x cuts, and to its optimizer's moments."""
+    model, optimizer, _ = by_stretto("gpt2", {"x": 2})
     messages = []
-    for call in (dcp.save, dcp.load):
-        with pytest.raises(dcp.CheckpointException) as caught:
-            call({"model": model.state_dict()}, checkpoint_id=folder)
-        messages.append(str(caught.value))
+    for name, state in (("model", model.state_dict()), ("optim", get_optimizer_state_dict(model, optimizer))):
+        for call in (dcp.save, dcp.load):
+            with pytest.raises(dcp.CheckpointException) as caught:
+                call({name: state}, checkpoint_id=folder)
+            messages.append(str(caught.value))
     return messages
 
 
 def test_torchs_own_planners_are_refused_where_they_would_mix_up_numbers(ranks: MakeRanks, tmp_path: Path) -> None:
-    dcp.save({"model": make("gpt2").state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    plain = make("gpt2")
+    state = get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()))
+    dcp.save({"model": plain.state_dict(), "optim": state}, checkpoint_id=tmp_path, no_dist=True)
     for messages in ranks(2).run(messages_of_default_planners, tmp_path):
-        assert ["SegmentLoadPlanner" in message for message in messages] == [True, True]
+        assert ["SegmentLoadPlanner" in message for message in messages] == [True] * 4
+
+
+def far_after_a_broadcast(kind: str, sizes: Sizes) -> float:
+    """The largest distance of weights from those of rank 0, of which alone they were loaded."""
+    model, _, _ = by_stretto(kind, sizes)
+    plain = {name: value + 1 for name, value in make(kind).state_dict().items()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(plain) if dist.get_rank() == 0 else {}, options=options)
+    return max((gather(value) - plain[name]).abs().max().item() for name, value in model.named_parameters())
+
+
+def test_weights_of_rank_0_are_broadcast_or_that_is_refused(ranks: MakeRanks) -> None:
+    assert ranks(2).run(far_after_a_broadcast, "blocks", {"z": 2}) == [0, 0]
+    with pytest.raises(RuntimeError, match="broadcast_from_rank0=True") as caught:  # torch gives each rank one box
+        ranks(2).run(far_after_a_broadcast, "gpt2", {"x": 2})
+    assert "c_attn" in str(caught.value)
 
 
 def unset_on_meta(kind: str) -> tuple[bool, bool, float]:

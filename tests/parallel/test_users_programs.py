@@ -425,3 +425,15 @@ def test_buffers_that_ranks_fill_from_their_own_rows_are_named_once(ranks):
     assert [each.partition(" of ")[0] for each in own] == ["code"]
     assert not summed
     assert others == [[[], []]]
+
+
+def call_on_the_first_rank_alone() -> float:
+    model, x = parallelize(Codebook(), Grid(data=2)), torch.ones(ROWS, WIDTH)
+    if torch.distributed.get_rank() == 0:
+        model(x)
+    torch.distributed.all_reduce(sums := torch.ones(()))
+    return float(sums)
+
+
+def test_a_rank_that_calls_a_model_alone_waits_for_no_other(ranks):
+    assert ranks(2).run(call_on_the_first_rank_alone) == [2, 2]

@@ -318,5 +318,7 @@ def test_an_edge_without_a_bandwidth_and_a_missing_file_are_refused(tmp_path):
         read_graph(tmp_path / "star.json")
     with pytest.raises(ValueError, match=r"there is no such file; did you mean .*star\.json"):
         read_graph(tmp_path / "satr.json")
-    with pytest.raises(ValueError, match="a graph's file ends in"):
-        read_graph(tmp_path)
+    (tmp_path / "analytical.json").write_text('{"topology": ["Ring"], "npus_count": [8]}')
+    for name, message in ((".", "a graph's file ends in .*--topology ring"), ("analytical.json", "--topology ring:8")):
+        with pytest.raises(ValueError, match=message):
+            read_graph(tmp_path / name)

@@ -47,7 +47,10 @@ def parse(text: str, where: str) -> dict[str, Any]:
     try:
         values = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, and what int() says of thousands of digits
-        raise ValueError(f"{where}: is not valid TOML: {error}") from None
+        raise ValueError(
+            f"{where}: is not valid TOML, as a cluster file is (`stretto cluster list`, `stretto probe`): {error}. A "
+            "network's graph is --topology of `stretto simulate`"
+        ) from None
     except RecursionError:
         raise ValueError(f"{where}: is nested too deeply for a cluster file") from None
     check_depth(values, where)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stretto.cluster.host_memory import check_room
 from stretto.huggingface.attention.paged_attention import refusal_of_decoding
-from stretto.huggingface.pretrained_model import is_pretrained_model
+from stretto.huggingface.pretrained_model import adapters_of, is_pretrained_model, unwrap
 from stretto.inference.fused_blocks import BlockFuser
 from stretto.inference.lockstep import Lockstep
 from stretto.inference.requests import Request, Sampling, parse_prompt, parse_stop
@@ -36,15 +36,16 @@ class Engine:
         engine = Engine(model, max_batch=64, cache_tokens=100_000)
         engine.generate([[1, 15043], [1, 3057, 29871]], max_new_tokens=32)
 
-    model: of any family that `parallelize` has roles for and whose attention is by transformers' interface. The engine
-    takes it over: it can neither train nor be called any longer. max_batch: requests at a time. cache_tokens: of all of
-    them together, whose keys and values are allocated now. chunk: tokens of a step; longer prompts take several steps,
-    while other requests decode. page: tokens of a page of the cache. capture: on a GPU, replay a CUDA graph for each
-    size of a batch that only decodes, and for a whole chunk of a single prompt. invariant: True refuses a model that
-    `parallelize(..., invariant=True)` has not made so, whose log-probabilities have the same bits in every batch, with
-    every chunk and on every grid (None: as the model is). divide_from: steps of at least so many tokens divide them
-    over x between products, which gather and scatter them, in place of summing on every rank ("auto": from the number
-    on from which this is measured to be faster, on GPUs; None: never).
+    model: of any family that `parallelize` has roles for and whose attention is by transformers' interface, also within
+    PEFT's wrapper, with its adapters, or torch.compile's. The engine takes it over: it can neither train nor be called
+    any longer. max_batch: requests at a time. cache_tokens: of all of them together, whose keys and values are
+    allocated now. chunk: tokens of a step; longer prompts take several steps, while other requests decode. page: tokens
+    of a page of the cache. capture: on a GPU, replay a CUDA graph for each size of a batch that only decodes, and for a
+    whole chunk of a single prompt. invariant: True refuses a model that `parallelize(..., invariant=True)` has not made
+    so, whose log-probabilities have the same bits in every batch, with every chunk and on every grid (None: as the
+    model is). divide_from: steps of at least so many tokens divide them over x between products, which gather and
+    scatter them, in place of summing on every rank ("auto": from the number on from which this is measured to be
+    faster, on GPUs; None: never).
 
     Ranks of x compute parts of the same requests and must make the same calls; ranks of data have requests of their
     own. Where experts are divided over data, these step together, and so must call `step`, or `generate`, equally
@@ -96,6 +97,9 @@ class Engine:
                 f"invariant is {invariant}, but the model was parallelized with invariant={self.is_invariant}: "
                 f"parallelize(..., invariant={invariant}) would do"
             )
+        if any(getattr(config, "is_prompt_learning", False) for _, config in adapters_of(model)):
+            raise ValueError("an engine runs PEFT's adapters of weights, and not those that add tokens to each prompt")
+        model = unwrap(model)
         if not is_pretrained_model(model):
             raise ValueError(f"{type(model).__name__} is not a transformers model, whose attention an engine replaces")
         if refusal := refusal_of_decoding(model, list(inspect.signature(model.forward).parameters)):

@@ -9,6 +9,7 @@ import warnings
 import zlib
 from collections.abc import Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -185,9 +186,13 @@ class RowsCheck:
             )
 
 
-def warn_of_own_buffers(model: nn.Module, grid: Grid) -> None:
-    """Have the first forward pass of training warn of persistent buffers that it has left different on ranks with other
-    rows: codebooks, running means. Batch norms are named when a model is parallelized."""
+def warn_of_own_buffers(model: nn.Module, state: ParallelState) -> None:
+    """Have the first training step warn of persistent buffers that it has left different on ranks with other rows:
+    codebooks, running means. Batch norms are named when a model is parallelized.
+
+    They are compared in two all-reduces at the end of a backward pass, which no rank makes alone.
+    """
+    grid, whole = state.grid, ref(model)
     owners = [each for each in model.named_modules() if not isinstance(each[1], nn.modules.batchnorm._BatchNorm)]
     names = [
         f"{name}.{key}".removeprefix(".")
@@ -199,25 +204,25 @@ def warn_of_own_buffers(model: nn.Module, grid: Grid) -> None:
     if group.size() == 1 or grid.size("pipe") > 1 or not names:
         return
 
-    @torch.compiler.disable
-    def compare(model: nn.Module, *_: Any) -> None:
+    def compare() -> None:
+        model = whole()
         is_captured = grid.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not (model.training and torch.is_grad_enabled()) or in_backward() or is_captured:
+        if model is None or not model.training or is_captured:
             return
-        handle.remove()
+        state.gradient_reducer.after_sync = None
         buffers = [model.get_buffer(name).detach().to(grid.device, torch.float64) for name in names]
         with not_counted():
             spread = find_spread(torch.stack([buffer.sum() for buffer in buffers]).nan_to_num(), group)
         own = [name for name, differs in zip(names, spread.tolist(), strict=True) if differs]
         if own and dist.get_rank() == 0:
             warnings.warn(
-                f"{', '.join(own[:5])} of {type(model).__name__} differ between ranks after a forward pass: each of "
+                f"{', '.join(own[:5])} of {type(model).__name__} differ between ranks after a training step: each of "
                 f"the {group.size()} ranks that have rows of their own fills its buffers from these alone, and a "
                 "checkpoint has those of one. Sum over grid.group('loss') what they are made of",
                 stacklevel=2,
             )
 
-    handle = model.register_forward_hook(compare)
+    state.gradient_reducer.after_sync = compare
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:

@@ -267,7 +267,7 @@ def _follow_passes(model: nn.Module, state: ParallelState, *, by_blocks: bool) -
     if random_state.is_needed:
         model.register_forward_pre_hook(torch.compiler.disable(random_state))
     model.register_forward_hook(lambda *_: end(state), always_call=True)
-    warn_of_own_buffers(model, state.grid)
+    warn_of_own_buffers(model, state)
     reducer = state.gradient_reducer
     model.register_state_dict_pre_hook(lambda *_: None if in_backward() else reducer.drop_failed_passes())
 

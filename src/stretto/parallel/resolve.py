@@ -137,6 +137,7 @@ def _find_plan(
 
 _LAUNCHED_BY_HOST = ("cuda",)  # devices that wait for the host where kernels are small
 _OUTSIDE = ("embedding", "positions", "head", "loss")  # roles of what is in no block
+_DROPOUTS = ("dropout", "inner_dropout")
 
 
 def prefer_blocks(
@@ -179,7 +180,7 @@ def prefer_blocks(
     gathered = [PlainPart(name, tuple(names), True, Role("gathered")) for name, names in inside.items()]
     return replace(
         plan,
-        roles={name: role for name, role in plan.roles.items() if block_of(name) is None},
+        roles={name: role for name, role in plan.roles.items() if block_of(name) is None or role.role in _DROPOUTS},
         local_attributes={},  # nothing is divided over x or y
         plain=(*[part for part in plan.plain if block_of(part.label) is None], *gathered),
     )

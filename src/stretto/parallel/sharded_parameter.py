@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_map
 from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import GRAD, ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
+from stretto.parallel.segment_planner import refuse_default_planners
 
 # Of torch's optimizers, element by element. DTensor knows Adam's alone, and looks at the placements of each tensor.
 _FUSED_UPDATES = (
@@ -143,6 +144,8 @@ class ShardedParameter(TensorOnGrid):
             _note_view(func, own[0], found, args, kwargs)
         elif own and func.overloadpacket not in _STATES:
             return _note_results(found)
+        elif own:
+            refuse_default_planners(found)
         return found
 
     if not _DISPATCHES_SUBCLASSES:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever a layer sends is marked as a collective, for recomputation to spare and for traces to name."""
 
+import re
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -110,3 +111,18 @@ def test_a_mark_inside_another_ends_with_its_own_block():
             raise ZeroDivisionError
         assert running_collective() == "all_gather_matmul"
     assert running_collective() is None
+
+
+def notes_of_a_rank_alone() -> list[str]:
+    group = Grid(data=2, timeout=2).group("data")
+    if group.rank() == 1:
+        return []
+    with pytest.raises(RuntimeError) as caught:
+        collectives.all_reduce(torch.ones(3), group)
+    return caught.value.__notes__
+
+
+def test_a_collective_that_a_rank_does_not_call_is_named_with_its_ranks(ranks):
+    (note,), others = ranks(2).run(notes_of_a_rank_alone)
+    assert re.search(r"in all_reduce number \d+ of group world \(ranks 0, 1\)", note), note
+    assert others == []

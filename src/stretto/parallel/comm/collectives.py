@@ -180,8 +180,13 @@ class Started:
                 self._wait_and_look()
             try:
                 self.work.wait()
-            except RuntimeError:
+            except RuntimeError as error:
                 look_at_others()  # which may know why
+                error.add_note(
+                    f"this rank waited in {self._kind} number {self._number} of "
+                    f"{counters.describe_group(self._group)}: another of these ranks has ended or failed, or did not "
+                    "make that call within the time limit, as where ranks take different numbers of steps or passes"
+                )
                 raise
         finally:
             counters.end_wait(before)

@@ -115,7 +115,7 @@ class GradientReducer:
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
     one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
     takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
-    in `.grad` are final. While `deferred` is a list, linears leave the products that make their weights' gradients
+    in `.grad` are final. `after_sync` is called once a pass has summed all gradients. While `deferred` is a list, linears leave the products that make their weights' gradients
     there, by `defer` (`stretto.parallel.pipeline`).
     `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
@@ -146,6 +146,7 @@ class GradientReducer:
         self.ring: ScatterRing | None = None
         self.sink: GradientSink | None = None
         self.listener: GradientListener | None = None
+        self.after_sync: Callable[[], None] | None = None
         self.loss_covers_own_rows = False
         self.deferred: list[Callable[[], None]] | None = None
         self.is_syncing = True
@@ -566,6 +567,8 @@ class GradientReducer:
             else:
                 self._reduce(current)
             self.has_synced = True
+            if self.after_sync is not None:
+                self.after_sync()
         if current is outermost:
             self.order.end(compares=True)
         for parameter, count in current.counts.items():

@@ -17,7 +17,7 @@ from stretto.parallel.layers.local_tensors import LocalTensors, TakeGradient
 from stretto.parallel.layers.token_shards import CutPart, GatherPart
 from stretto.parallel.layout import has_layout, layout_of, shard_like
 from stretto.parallel.low_precision_weights import copy_of
-from stretto.parallel.segment_planner import refuse_default_planners
+from stretto.parallel.segment_planner import has_segments, refuse_default_planners
 from stretto.parallel.sharded_parameter import note_layout
 
 
@@ -155,7 +155,8 @@ def whole_as_shards(
 ) -> dict[str, Tensor]:
     """This rank's shards of a state dict's whole tensors, for some of a module's own parameters.
 
-    Raises ValueError for `load_state_dict(assign=True)`, and for shards of another grid.
+    Raises ValueError for `load_state_dict(assign=True)`, and for shards of another grid, and RuntimeError for fused
+    parameters that torch has mixed up.
     """
     if local_metadata.get("assign_to_params_buffers"):
         whose = prefix.rstrip(".") or "the model"
@@ -166,6 +167,13 @@ def whole_as_shards(
     own = {f"{prefix}{name}": parameter for name, parameter in parameters.items() if parameter is not None}
     for key, parameter in own.items():
         found = state_dict.get(key)
+        if found is parameter and has_segments(parameter):
+            raise RuntimeError(
+                f"the state dict's {key} is the model's own parameter, as set_model_state_dict(broadcast_from_rank0="
+                "True) leaves it: torch writes one box of a fused parameter on each rank, and x cuts this one into "
+                "several, which now have other numbers. Broadcast rank 0's whole tensors, and load them on every rank "
+                "by load_state_dict, or by set_model_state_dict(full_state_dict=True) alone"
+            )
         if isinstance(found, DTensor) and isinstance(parameter, DTensor) and found.device_mesh != parameter.device_mesh:
             raise ValueError(
                 f"the state dict's {key} is sharded over {_describe_mesh(found)}, and the model's over "

@@ -25,6 +25,7 @@ _SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
     "dragonfly": ("dragonfly:GROUPSxROUTERSxDEVICES", dragonfly),
 }
 SUFFIXES = (".json", ".graphml", ".gml", ".edgelist")
+_BY_NAME = "a network that is described by dims (ASTRA-sim's) is given as --topology ring:8, full:8, switch:8 or torus:4x8"
 
 
 def parse_topology(text: str | Path, bandwidth: float | None, latency: float | None) -> NetworkTopology:
@@ -66,14 +67,14 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
     Raises ValueError that names the file and the rule; networkx is imported here.
     """
     if path.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: a graph's file ends in {', '.join(SUFFIXES)}")
+        raise ValueError(f"{path}: a graph's file ends in {', '.join(SUFFIXES)}; {_BY_NAME}")
     if not path.exists():
         raise ValueError(f"{path}: there is no such file{did_you_mean_file(path, SUFFIXES)}")
     content = read_bounded(path, LARGEST_FILE, "a graph")
     try:
         graph = _parse(content.decode("utf-8"), path.suffix)
     except Exception as error:  # noqa: BLE001  networkx's parsers raise what they run into
-        shown = " ".join(str(error).split())[:200] or type(error).__name__
+        shown = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {shown}") from None
     nodes = {node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: _by_id(each[0]))}
     devices = [node for node, about in nodes.items() if str(about.get("kind", "device")) not in ("switch", "nic")]
@@ -102,7 +103,7 @@ def _parse(text: str, suffix: str) -> Any:
             data = json.loads(text)
             check_depth(data, "the graph")
             if not isinstance(data, Mapping) or "nodes" not in data:
-                raise ValueError("its JSON is no object with nodes and links")
+                raise ValueError(f"its JSON is no object with nodes and links; {_BY_NAME}")
             return networkx.node_link_graph(dict(data), edges="links" if "links" in data else "edges")
         case ".graphml":
             from defusedxml.ElementTree import fromstring
@@ -120,7 +121,7 @@ def _parse(text: str, suffix: str) -> Any:
 def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float | None) -> float:
     value = about.get(key, default)
     if value is None:
-        raise ValueError(f"{path}: an edge has no {key}; write it there, or give one for all edges that have none")
+        raise ValueError(f"{path}: an edge has no {key}; write it there, or give one (--{key}) for all edges that have none")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
