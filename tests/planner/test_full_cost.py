@@ -33,7 +33,7 @@ from stretto.parallel.layers import linear
 from stretto.planner import compute, predict, read_architecture, step_recorder
 from stretto.planner.communication import bandwidths
 from stretto.planner.step import GroupCollective, WeightCollectives
-from stretto.planner.workload import StepConfig
+from stretto.planner.workload import StepConfig, StepWorkload
 from stretto.simulator.training import plan_simulated
 
 CONFIG = GPTConfig(layers=10, hidden=1024, heads=8, vocab=1024, bias=False, norm="rmsnorm", positions="rotary")
@@ -471,6 +471,36 @@ def test_a_step_of_few_tokens_takes_as_long_as_the_host_launches_it(grid, host_t
     assert captured == unknown
     many = {"batch": 64, "seq_len": 4096, "micro_batch": 4}
     assert step(cluster(host=HOST), grid, **many).step_time == step(cluster(), grid, **many).step_time
+
+
+@pytest.mark.parametrize(
+    ("model", "grid", "options", "collectives"),
+    [
+        ("gpt2-xl", {"z": 2}, {}, 2),  # one of weights, and one of gradients
+        ("gpt2-xl", {"data": 2, "z": 2}, {}, 2),
+        ("gpt2-xl", {"z": 2}, {"reshard": "after_forward"}, 3),
+        ("gpt2-xl", {"z": 2}, {"recompute": "full"}, 3 * 4),
+        ("llama-3-8b", {"z": 2}, {}, 2 * 7),  # a weight of 112 MiB
+    ],
+    ids=str,
+)
+def test_blocks_of_small_weights_are_gathered_whole_as_parallelize_gathers_them(model, grid, options, collectives):
+    host = HostTimes(block_forward=1e-9, block_backward=1e-9, collective=1e-3)
+    machine = cluster(host=host, memory=500e9)
+    batch = {"batch": 8, "seq_len": 16, "micro_batch": 8 // grid.get("data", 1) // grid["z"]}
+    found = predict(model, machine, grid=grid, **batch, **options)
+    assert found.host_time == pytest.approx(read_architecture(model, 16).layers * collectives * 1e-3, rel=1e-3)
+
+
+def test_small_blocks_need_no_more_memory_than_one_more_block(monkeypatch):
+    sizes = {"grid": {"z": 4}, "batch": 16, "seq_len": 1024}
+    whole = predict("gpt2-xl", cluster(memory=500e9), **sizes)
+    monkeypatch.setattr(StepWorkload, "as_sharded", lambda workload, config: workload)
+    roles = predict("gpt2-xl", cluster(memory=500e9), **sizes)
+    block = 2 * read_architecture("gpt2-xl", 1024).block_parameters
+    assert abs(whole.peak_memory - roles.peak_memory) < 2 * block
+    assert whole.memory["logits"] == roles.memory["logits"]
+    assert roles.step_time < whole.step_time < 1.1 * roles.step_time  # copies out of messages and into them
 
 
 @pytest.mark.parametrize(("operator", "of_each"), [(None, 2e-4), (7e-4, 7e-4)])

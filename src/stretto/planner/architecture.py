@@ -43,6 +43,8 @@ class Architecture:
     of x and y compute the same. What is of such models alone: `refuses_copies`, that it refuses x and y above 1, and
     `has_plain_norms`, that norms are made of plain operations in fp32 (with roles, they are replaced).
 
+    `gathers_blocks`: it has roles, but each block is gathered whole by one message (`StepWorkload.as_sharded`).
+
     `shards_tokens_of_blocks`: where tokens are sharded over x, all ranks have those of the embeddings, of the last norm
     and of the head, and queries, keys and values are one product (transformers' models).
 
@@ -82,6 +84,7 @@ class Architecture:
     takes_sharded_sequence: bool = False
     shards_tokens_of_blocks: bool = False
     is_sharded_by_blocks: bool = False
+    gathers_blocks: bool = False
     refuses_copies: bool = False
     has_plain_norms: bool = False
     is_first: bool = True
@@ -193,6 +196,11 @@ class Architecture:
     def has_own_head(self) -> bool:
         """True if the head's weight is separate from the embedding's."""
         return self.head_outputs > 0 and not (self.labels is None and self.is_tied and self.is_first)
+
+    @property
+    def sends_blocks(self) -> bool:
+        """True if a message gathers all of a block, and another one sends its gradients."""
+        return self.is_sharded_by_blocks or self.gathers_blocks
 
     @property
     def linear_weights(self) -> int:

@@ -323,16 +323,17 @@ def _copies(workload: StepWorkload, config: StepConfig, cluster: Cluster) -> tup
     """Bytes of copying a block's parameters out of what was gathered, and its gradients into what is scattered: as
     `CastSeconds` has them.
 
-    Dividing gradients by the number of ranks is another pass over them. Only a model that is sharded by blocks is sent
-    so (`stretto.parallel.layers.block_shard`); weights gathered by copy engines need no copy.
+    Dividing gradients by the number of ranks is another pass over them. Only whole blocks are sent so, and what is in
+    none of a model that is sharded by blocks (`stretto.parallel.layers.block_shard`); weights gathered by copy engines
+    need no copy.
     """
     model, options, element = workload.model, config.options, workload.element
-    if not model.is_sharded_by_blocks or config.grid.shards == 1:
+    if not model.sends_blocks or config.grid.shards == 1:
         return 0.0, 0.0, 0.0
     in_block = model.block_parameters
     has_nvlink = has_nvlink_over(cluster, config.grid, SHARDS)
     of_block, outside = gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)
-    whole = model.layers * in_block + model.outside_parameters
+    whole = model.layers * in_block + model.outside_parameters * model.is_sharded_by_blocks
     gathered = whole - model.layers * of_block - outside
     again = 2 * model.layers * in_block * element * (not config.gathers_once)
     freed = again * (not options.keeps_weights)

@@ -147,6 +147,7 @@ def step_memory(
     """
     if workload.model.is_sharded_by_blocks:
         return _memory_of_blocks(workload, config, has_nvlink=has_nvlink, joins_context=joins_context)
+    workload = workload.as_sharded(config)
     model, grid, element = workload.model, config.grid, workload.element
     parameters = local_parameters(model, grid)
     of_number = number_bytes(workload, config.state)
@@ -171,16 +172,16 @@ def step_memory(
     gathered_at_once = (2 if config.options.overlap.hides_any else 1) * largest  # the next one is gathered ahead
     table = -(-model.embedding_rows // grid.x) * model.hidden / grid.y
     head = -(-model.head_outputs // grid.x) * model.hidden / grid.y
+    stay = all_weights if keeps_gathered_weights and not model.gathers_blocks else block_weights * blocks.blocks
     gathered_in_backward = (
-        (all_weights + table / grid.shards if keeps_gathered_weights else block_weights * blocks.blocks)
-        if config.options.keeps_weights
-        else gathered_at_once
+        stay + keeps_gathered_weights * table / grid.shards if config.options.keeps_weights else gathered_at_once
     )
     # Gradients are pushed into a ring (`stretto.parallel.comm.copy_engine_scatter`), of all ranks but this one.
+    pushes = uses_copy_engines and not model.gathers_blocks
     pushed = min(
         (SCATTERS_IN_FLIGHT + 1) * largest_linear, max(3 * largest_linear, SCATTER_RING_BYTES / workload.element)
     )
-    ring = pushed * (1 - 1 / grid.shards) * workload.element if uses_copy_engines else 0.0
+    ring = pushed * (1 - 1 / grid.shards) * workload.element if pushes else 0.0
     if has_nvlink and config.token_parts > 1 and config.options.overlap.all_reduce:
         ring += workspaces(model.hidden / grid.y * tokens * element, grid.x)
     activations = blocks.between * tokens
@@ -209,8 +210,9 @@ def step_memory(
     of_products = max(2 * largest_linear, largest)
     # Gradients that are on their way over z (`stretto.parallel.comm.gradient_reducer`), whole and as the shards that
     # they become.
-    on_their_way = SCATTERS_IN_FLIGHT / max(each.tensors for each in sizes) * of_linears
-    if uses_copy_engines:
+    in_flight = 1 if model.gathers_blocks else SCATTERS_IN_FLIGHT
+    on_their_way = in_flight / max(each.tensors for each in sizes) * of_linears
+    if pushes:
         on_their_way = min(on_their_way, pushed)
     scattered = on_their_way * (1 + 1 / grid.shards) if grid.shards > 1 else 0.0
     shards = group_of_shards(grid).size
@@ -303,10 +305,11 @@ def _whole_weights(model: Architecture, grid: GridSizes) -> _WholeWeights:
         return model.memo[key]
     divided = grid.expert * expert_parts(grid)
     linears = [linear.local_weights(grid) for linear in model.linears]
+    linears = [sum(linears)] if model.gathers_blocks else linears  # one message, of their gradients, too
     experts = [count / divided for count in model.expert_tensors]
     of_linears, of_experts = sum(linears), sum(experts)
     made = _WholeWeights(
-        of_linears, max(linears), len(linears), of_experts, max(*linears, *experts), of_linears + of_experts
+        of_linears, max(linears), len(linears), of_experts, max([*linears, *experts]), of_linears + of_experts
     )
     model.memo[key] = made
     return made

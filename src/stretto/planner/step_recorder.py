@@ -55,7 +55,7 @@ from stretto.planner.workload import StepConfig, StepWorkload
 
 def record_step(workload: StepWorkload, config: StepConfig, device: Device, rates: Rates) -> StepRecord:
     """Record a step. rates: the grid's `bandwidths`. Raises ValueError like these, for a figure that is missing."""
-    return _WorkloadRecorder(workload, config, device, rates).record()
+    return _WorkloadRecorder(workload.as_sharded(config), config, device, rates).record()
 
 
 def chunked_sums(
@@ -134,13 +134,14 @@ class _WorkloadRecorder:
         self._known = device.collectives(grid, config.options.two_level)
         self._several = {group for group, size in sizes.items() if size > 1}  # that have several ranks
         options, has_nvlink = config.options, has_nvlink_over(self.cluster, config.grid, SHARDS)
-        is_plain, is_whole = not self.model.is_sharded_by_blocks, config.grid.pipe == 1
+        is_plain, is_whole = not self.model.sends_blocks, config.grid.pipe == 1
         engines = options.overlap.copy_engines and has_nvlink and config.grid.shards > 1 and is_whole
         keeps = options.keeps_weights and (not options.recomputation.is_on or options.gathers_once)
         # Of a model that is sharded by blocks, copy engines gather its large parameters alone.
         is_large = is_plain or sum(gathered_by_copy_engines(workload, config, has_nvlink=has_nvlink)) > 0
         engines = engines and not config.state.sparsity  # messages carry what is left
         self.gathers_by_engine = engines and keeps and options.overlap.all_gather and is_large
+        self.reads_table = engines and keeps and options.overlap.all_gather and not self.model.is_sharded_by_blocks
         self.scatters_by_engine = engines and is_plain
 
     def record(self) -> StepRecord:
@@ -169,7 +170,7 @@ class _WorkloadRecorder:
             self._embedding(first.model, outside),
             self._head(last),
             prefetch if config.options.overlap.all_gather else "none",
-            1 if model.is_sharded_by_blocks else SCATTERS_IN_FLIGHT,
+            1 if model.sends_blocks else SCATTERS_IN_FLIGHT,
         )
 
     def _over(self, kind: str, group: str, num_bytes: float) -> GroupCollective | None:
@@ -208,7 +209,7 @@ class _WorkloadRecorder:
         )
 
     def _block(self, model: Architecture, casts: CastSeconds) -> BlockRecord:
-        config, options, by_blocks = self.config, self.config.options, model.is_sharded_by_blocks
+        config, options, by_blocks = self.config, self.config.options, model.sends_blocks
         recomputes = options.recomputation.is_on
         seconds = block_seconds(self.workload, model, config, self.device)
         linears = tuple(self._linear(place, model.linears, seconds) for place in range(len(model.linears)))
@@ -266,7 +267,7 @@ class _WorkloadRecorder:
 
     def _weights_together(self, model: Architecture) -> Iterator[WeightCollectives]:
         grid = self.config.grid
-        if model.is_sharded_by_blocks:
+        if model.sends_blocks:
             prunable = sum(linear.weights for linear in model.linears) + sum(model.expert_tensors)
             pruned = self.config.state.sparsity * prunable / model.block_parameters
             yield self._weight(WeightTraffic.of(model.block_parameters, grid), pruned=pruned)
@@ -279,7 +280,7 @@ class _WorkloadRecorder:
         linear, config, element = linears[place], self.config, self.workload.element
         output, input_gradient, weight_gradient = seconds.linears[place]
         names, is_kept = (linear.name, f"input gradient of {linear.name}"), seconds.kept[place]
-        if self.model.is_sharded_by_blocks:
+        if self.model.sends_blocks:
             products = ProductRecord(names[0], output), ProductRecord(names[1], input_gradient)
             return LinearRecord(*products, weight_gradient, is_kept, None)
         tokens = self.tokens * config.grid.shards  # as equations 5.3 and 5.4 have them
@@ -354,7 +355,7 @@ class _WorkloadRecorder:
         if model.is_sharded_by_blocks:
             return _record_end((), (), self._weight(WeightTraffic.of(model.outside_parameters, grid)), casts=casts)
         table, rows = self._weight(WeightTraffic.of(model.vocab / grid.x * model.hidden / grid.y, grid)), None
-        if self.gathers_by_engine and table.gather is not None and table.scatter is not None:
+        if self.reads_table and table.gather is not None and table.scatter is not None:
             looked_up = self.tokens / grid.x * model.hidden / grid.y * self.workload.element
             rows = self._over("all_gather", SHARDS, (grid.shards - 1) / grid.shards * looked_up)
             table = replace(table, gather=None, scatter=table.scatter._replace(by_copy_engine=False))

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from stretto.axes import GridSizes
-from stretto.execution import ExecutionOptions, StateOptions
+from stretto.execution import MIN_COPIED_BYTES, ExecutionOptions, StateOptions
 from stretto.planner.architecture import Architecture
 from stretto.planner.documents import PackedDocuments
 from stretto.quantities import require_whole
@@ -98,6 +98,25 @@ class StepWorkload(NumberTypes):
     def tokens(self) -> int:
         """Tokens of the global batch."""
         return self.batch * self.seq_len
+
+    def as_sharded(self, config: "StepConfig") -> "StepWorkload":
+        """The workload as `parallelize` shards its model on this grid: a transformers model of small weights over z
+        alone has its blocks gathered whole (`stretto.parallel.resolve.prefer_blocks`)."""
+        model, grid, options = self.model, config.grid, config.options
+        is_divided = grid.x * grid.y * grid.pipe * grid.context * grid.expert > 1
+        takes_roles = (
+            options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
+        )
+        of_transformers = model.shards_tokens_of_blocks and not model.is_sharded_by_blocks
+        has_head = model.labels is None and model.moe is None
+        if grid.z == 1 or is_divided or takes_roles or model.gathers_blocks or not (of_transformers and has_head):
+            return self
+        largest = max(linear.weights for linear in model.linears) * self.element
+        return self if largest >= MIN_COPIED_BYTES else self._with_gathered_blocks
+
+    @cached_property
+    def _with_gathered_blocks(self) -> "StepWorkload":
+        return replace(self, model=replace(self.model, gathers_blocks=True))
 
     def stage(self, blocks: int, *, is_first: bool, is_last: bool, moe_blocks: int | None = None) -> "StepWorkload":
         """The workload of a pipeline stage of so many blocks (`Architecture.stage`)."""

@@ -115,8 +115,8 @@ class GradientReducer:
     `at_end` is called at the end of each backward pass; `at_failure` before the next forward pass or state dict, for
     one that has raised on another thread, as on GPUs. `ring` reduce-scatters by copy engines, if they are used. `sink`
     takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
-    in `.grad` are final. `after_sync` is called once a pass has summed all gradients. While `deferred` is a list, linears leave the products that make their weights' gradients
-    there, by `defer` (`stretto.parallel.pipeline`).
+    in `.grad` are final. `after_sync` is called once a pass has summed all gradients. While `deferred` is a list,
+    linears leave the products that make their weights' gradients there, by `defer` (`stretto.parallel.pipeline`).
     `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of

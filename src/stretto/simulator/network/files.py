@@ -25,7 +25,7 @@ _SHAPES: dict[str, tuple[str, Callable[..., NetworkTopology]]] = {
     "dragonfly": ("dragonfly:GROUPSxROUTERSxDEVICES", dragonfly),
 }
 SUFFIXES = (".json", ".graphml", ".gml", ".edgelist")
-_BY_NAME = "a network that is described by dims (ASTRA-sim's) is given as --topology ring:8, full:8, switch:8 or torus:4x8"
+_BY_NAME = "a network described by dims (ASTRA-sim's) is given as --topology ring:8, full:8, switch:8 or torus:4x8"
 
 
 def parse_topology(text: str | Path, bandwidth: float | None, latency: float | None) -> NetworkTopology:
@@ -121,7 +121,7 @@ def _parse(text: str, suffix: str) -> Any:
 def _read_rate(path: Path, about: Mapping[str, Any], key: str, default: float | None) -> float:
     value = about.get(key, default)
     if value is None:
-        raise ValueError(f"{path}: an edge has no {key}; write it there, or give one (--{key}) for all edges that have none")
+        raise ValueError(f"{path}: an edge has no {key}; write it there, or give --{key} for all edges that have none")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
