@@ -191,23 +191,26 @@ def test_losses_are_near_those_of_bf16(run_ranks: Run, world: int) -> None:
 
 
 def compare_gradients(recipes: list[str]) -> list[str]:
-    """Where gradients of a compiled block, whose products are traced on one rank, are not those of the same block."""
+    """Where gradients of a compiled block, whose products are traced on one rank, are farther from those in bf16 than
+    the same block's: each rounds other numbers to fp8, so they differ from each other by as much."""
     grid, wrong = Grid(z=1, device="cuda"), []
     text = torch.randint(512, (4, 256), generator=torch.Generator().manual_seed(3)).cuda()
+
+    def find(fp8: Fp8 | None, *, compiles: bool = False) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        model = parallelize(GPT(GPTConfig(**(MODEL | {"layers": 1}))), grid, dtype=torch.bfloat16, fp8=fp8)
+        if compiles:
+            model.get_submodule("blocks.0").compile()
+        F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
+        return {name: gather(each.grad).float() for name, each in model.named_parameters()}
+
+    exact = find(None)
     for recipe in recipes:
-        found = []
-        for compiles in (False, True):
-            torch.manual_seed(1)
-            plain = GPT(GPTConfig(**(MODEL | {"layers": 1})))
-            model = parallelize(plain, grid, dtype=torch.bfloat16, fp8=Fp8(recipe, ("head",)))
-            if compiles:
-                model.get_submodule("blocks.0").compile()
-            F.cross_entropy(model(text[:, :-1]).flatten(0, 1).float(), text[:, 1:].flatten()).backward()
-            found.append({name: gather(each.grad).float() for name, each in model.named_parameters()})
-        for name, each in found[0].items():
-            far = (found[1][name] - each).norm() / each.norm()
-            if not far < 0.05:
-                wrong.append(f"{recipe} {name}: {far}, norms {each.norm()} and {found[1][name].norm()}")
+        plain, compiled = (find(Fp8(recipe, ("head",)), compiles=compiles) for compiles in (False, True))
+        for name, each in exact.items():
+            far, least = ((found[name] - each).norm() / each.norm() for found in (compiled, plain))
+            if not far < 1.2 * least < 0.2:
+                wrong.append(f"{recipe} {name}: {far}, not compiled {least}")
     return wrong
 
 
