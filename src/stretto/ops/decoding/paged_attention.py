@@ -53,7 +53,8 @@ def paged_attention(
     scale: of scores, by default 1 / sqrt(d). window: a token attends to itself and the window - 1 tokens before it.
 
     The host reads none of the tensors (with STRETTO_DEBUG=1 it checks pages, lengths and offsets, outside of captures):
-    calls are captured in CUDA graphs, and lengths and tables may then change in place. bf16, fp16 or fp32, all of one dtype; scores and sums are fp32.
+    calls are captured in CUDA graphs, and lengths and tables may then change in place. bf16, fp16 or fp32, all of one
+    dtype; scores and sums are fp32.
 
     invariant: a token's bits depend on its sequence alone: neither on the other sequences, nor on the chunk that it
     comes in, nor on the number of heads here; keys are split at fixed positions. implementation: "auto", "kernel" or
