@@ -31,6 +31,7 @@ from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.experts import module as experts
+from stretto.parallel.layers import embedding
 
 MakeRanks = Callable[[int], Ranks]
 DIVIDED = ("llama", "mistral", "qwen3")  # whose tokens an engine may divide over x
@@ -684,24 +685,41 @@ def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) 
     assert [limits for _, limits in found] == [[16] * layers * 5] * 2
 
 
-class LibraryCalls(TorchDispatchMode):
-    """Lists the collectives of libraries."""
+class Calls(TorchDispatchMode):
+    """Lists the operators that have one of these names, or a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
+        self._names = names
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in str(function):
+        if any(name in str(function) for name in self._names):
             self.found.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "gpt_neox", "phi", "stablelm", "biogpt"])
+def test_an_eager_step_reads_no_tensor_of_the_device_on_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hugging_face.causal_lm(kind, pad_token_id=0, max_position_embeddings=400)
+    engine = Engine(parallelize(model, Grid()), 2, 320)
+    monkeypatch.setattr(embedding, "check_ids", lambda *_: None)  # which reads none on GPUs
+    reads, runner = Calls("_local_scalar_dense", "is_nonzero", "nonzero", "aten.equal", "masked_select"), engine._runner
+
+    def listen(*given: Any, **named: Any) -> Any:
+        with reads:
+            return StepRunner._compute(runner, *given, **named)
+
+    monkeypatch.setattr(runner, "_compute", listen)
+    engine.generate([[0, 5, 0], [0]], 3, stop=())
+    assert not reads.found
 
 
 def decode_by_kernels() -> tuple[list[list[int]], list[str], list[str]]:
     """Texts by interpreted kernels, of the second engine of a model, larger than the first; which kernels rotated and
     stored; and what steps called of libraries."""
     calls: list[str] = []
-    libraries, compute = LibraryCalls(), StepRunner._compute
+    libraries, compute = Calls("c10d"), StepRunner._compute
 
     def note(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*given: Any) -> Tensor:
