@@ -32,8 +32,10 @@ def decode(family: str, dtype: torch.dtype) -> list[Any]:
         found.append(engine.generate(given, NEW))
         if dist.get_world_size() == 1:  # the host waits for events alone: those of the step before the one launched
             torch.cuda.set_sync_debug_mode("error")
-        found.append(engine.generate(given, NEW))  # by graphs of all sizes
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            found.append(engine.generate(given, NEW))  # by graphs of all sizes
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         is_staged = shared_gpus.is_enabled() and dist.get_world_size() > 1
         assert is_staged or engine._runner._graphs, "no step was captured"
         found += [engine.generate(given, NEW, temperature=1.0, top_k=20, top_p=0.9, seed=7) for _ in range(2)]

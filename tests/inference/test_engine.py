@@ -5,6 +5,7 @@ company of a request."""
 import math
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from stretto.ops.decoding.rotary_cache import rotate_and_store
 from stretto.ops.moe import dispatch_few
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.experts import module as experts
+from stretto.parallel.layers import embedding
 
 MakeRanks = Callable[[int], Ranks]
 DIVIDED = ("llama", "mistral", "qwen3")  # whose tokens an engine may divide over x
@@ -380,8 +382,10 @@ def test_requests_that_another_threads_failed_step_has_dropped_are_no_results(mo
 
 def test_a_closed_engine_and_a_table_that_no_memory_holds_are_refused() -> None:
     engine = engine_of_one_rank()
+    cache = weakref.ref(engine._runner.layers[0].keys)
     engine.close()
     engine.close()
+    assert cache() is None  # its memory is another engine's to take
     for call in (lambda: engine.generate([[1]], 2), lambda: engine.submit([1], 2), engine.step):
         with pytest.raises(ValueError, match="this engine is closed: make another one of its model"):
             call()
@@ -489,6 +493,55 @@ def test_a_step_that_fails_drops_its_requests_and_gives_out_no_token(monkeypatch
         assert [request.tokens for request in requests] == told
         assert not engine.step()
         assert engine.generate(given, 12) == expected
+
+
+def test_tokens_may_be_taken_from_a_request_and_one_that_is_cancelled_leaves_its_place(alone: Engine) -> None:
+    given = prompts(8, (5, 9, 3, 7))
+    expected = [continued(make("llama"), prompt, 6) for prompt in given]
+    taken: list[int] = []
+    drained, cancelled, never, last = (alone.submit(prompt, 6, stop=()) for prompt in given)
+    never.is_done = True
+    for number in range(50):
+        cancelled.is_done |= number == 3
+        if not alone.step():
+            break
+        taken += [drained.tokens.pop() for _ in drained.tokens]
+    assert [taken, last.tokens] == [expected[0], expected[3]]
+    assert drained.is_done
+    assert not never.tokens
+    assert 0 < len(cancelled.tokens) < 6
+    assert cancelled.tokens == expected[1][: len(cancelled.tokens)]
+    assert alone.generate(given, 6, stop=()) == expected
+
+
+def test_a_callers_modes_change_no_token() -> None:
+    given = prompts(8, (5, 9))
+    expected = [continued(make("llama"), prompt, 6) for prompt in given]
+    model = parallelize(make("llama"), Grid())
+    with torch.inference_mode():
+        engine = Engine(model, 2, 320)
+        assert engine.generate(given, 6) == expected
+    engine.load(make("llama"))
+    model.train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert engine.generate(given, 6) == expected
+    assert not model.training
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 1.0, "top_k": 5, "top_p": 0.9}], ids=str)
+def test_logits_that_are_no_numbers_are_an_error_and_no_tokens(how: dict[str, Any]) -> None:
+    engine, other = engine_of_one_rank(), make("llama")
+    expected = engine.generate([[1, 2]], 4)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.fill_(math.nan)
+    engine.load(other)
+    request = engine.submit([1, 2], 4, **how)
+    engine.step()
+    with pytest.raises(ValueError, match="no logit of a token is a number"):
+        engine.step()
+    assert not request.tokens
+    engine.load(make("llama"))
+    assert engine.generate([[1, 2]], 4) == expected
 
 
 def raise_peer_error(*_: object, **__: object) -> None:
@@ -632,24 +685,41 @@ def test_few_tokens_go_to_experts_by_the_low_latency_exchange(ranks: MakeRanks) 
     assert [limits for _, limits in found] == [[16] * layers * 5] * 2
 
 
-class LibraryCalls(TorchDispatchMode):
-    """Lists the collectives of libraries."""
+class Calls(TorchDispatchMode):
+    """Lists the operators that have one of these names, or a part of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
+        self._names = names
         self.found: list[str] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "c10d" in str(function):
+        if any(name in str(function) for name in self._names):
             self.found.append(str(function))
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt", "gpt_neox", "phi", "stablelm", "biogpt"])
+def test_an_eager_step_reads_no_tensor_of_the_device_on_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hugging_face.causal_lm(kind, pad_token_id=0, max_position_embeddings=400)
+    engine = Engine(parallelize(model, Grid()), 2, 320)
+    monkeypatch.setattr(embedding, "check_ids", lambda *_: None)  # which reads none on GPUs
+    reads, runner = Calls("_local_scalar_dense", "is_nonzero", "nonzero", "aten.equal", "masked_select"), engine._runner
+
+    def listen(*given: Any, **named: Any) -> Any:
+        with reads:
+            return StepRunner._compute(runner, *given, **named)
+
+    monkeypatch.setattr(runner, "_compute", listen)
+    engine.generate([[0, 5, 0], [0]], 3, stop=())
+    assert not reads.found
 
 
 def decode_by_kernels() -> tuple[list[list[int]], list[str], list[str]]:
     """Texts by interpreted kernels, of the second engine of a model, larger than the first; which kernels rotated and
     stored; and what steps called of libraries."""
     calls: list[str] = []
-    libraries, compute = LibraryCalls(), StepRunner._compute
+    libraries, compute = Calls("c10d"), StepRunner._compute
 
     def note(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(*given: Any) -> Tensor:

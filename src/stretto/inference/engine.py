@@ -19,7 +19,7 @@ from stretto.inference.lockstep import Lockstep
 from stretto.inference.requests import Request, Sampling, parse_prompt, parse_stop
 from stretto.inference.runner import Drawn, StepRunner, describe
 from stretto.inference.sampling import VocabularyPart
-from stretto.inference.scheduler import Place, Scheduler, StepPart
+from stretto.inference.scheduler import Scheduler, StepPart
 from stretto.inference.weights import apply_patches, copy_weights
 from stretto.memory import PeerError, failures, shared_gpus
 from stretto.ops.moe.few_tokens import MAX_TOKENS
@@ -55,6 +55,7 @@ class Engine:
     decode; for y, z, pipe or context > 1; and for sizes that are not positive. Collective.
     """
 
+    @torch.inference_mode(mode=False)  # or weights that are joined and the cache could be written to there alone
     def __init__(
         self,
         model: nn.Module,
@@ -172,7 +173,7 @@ class Engine:
                 )
             fuser.tokens.least = least
         elif least == "auto" and can_divide and like.is_cuda and not shared_gpus.is_enabled():
-            sizes = [1 << power for power in range(8, self._chunk.bit_length())]
+            sizes = [1 << power for power in range(8, min(self._chunk, self._cache_tokens).bit_length())]
             fuser.tokens.least = fuser.measure(sizes, like)
 
     def _check_room(self, token_bytes: int, page: int, table_bytes: int = 0) -> None:
@@ -268,6 +269,8 @@ class Engine:
 
     def _step(self) -> bool:
         self._require_open()
+        if self.model.training:  # a trainer's call for all of its models; dropout would change tokens
+            self.model.eval()
         self._runner.join(self._scheduler.admit())
         parts = self._scheduler.next_parts()
         step = describe(parts, self._rows(parts), self._max_batch, self._runner.page)
@@ -284,17 +287,21 @@ class Engine:
         CUDA graphs stay valid. Requests that run go on with the new weights, over what the old ones have cached. See
         `copy_weights`. Collective over the job.
         """
-        copy_weights(model, self.model)
+        with self._lock:
+            copy_weights(model, self.model)
 
     def apply_patches(self, patches: Iterable[bytes], *, after: int | None = None) -> int:
         """Apply all ranks' patches of a step (`WeightChanges`) to the weights, in place: see `apply_patches`."""
-        return apply_patches(self.model, patches, after=after)
+        with self._lock:
+            return apply_patches(self.model, patches, after=after)
 
     def close(self) -> None:
-        """Free the CUDA graphs, before the process group is destroyed, and what shows that this rank lives."""
-        self._is_closed = True
-        self._runner.close()
-        self._lockstep.close()
+        """Free the cache and the CUDA graphs, before the process group is destroyed, and what shows that this rank
+        lives."""
+        with self._lock:
+            self._is_closed = True
+            self._runner.close()
+            self._lockstep.close()
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -332,17 +339,18 @@ class Engine:
         return max(1, len(parts))
 
     def _take(self, parts: Sequence[StepPart], drawn: Drawn) -> None:
-        """Give requests the tokens that a step has drawn, and free the places of those that are done."""
+        """Give requests the tokens that a step has drawn. ValueError where logits are no numbers."""
         tokens, logs = drawn.wait()
         failures.check()  # kernels of a step whose wait has failed leave numbers that are no tokens
-        done: list[Place] = []
-        for part, token, log in zip(parts, tokens, logs, strict=False):  # rows that fill the batch come last
-            request = part.place.request
-            if part.draws and not request.is_done:  # it may have ended a step before the host knew
-                request.add(token, log)
-                if request.is_done:
-                    done.append(part.place)
-        self._scheduler.release(done)
+        rows = list(zip(parts, tokens, logs, strict=False))  # rows that fill the batch come last
+        if any(part.draws and token < 0 for part, token, _ in rows):
+            raise ValueError(
+                "no logit of a token is a number: the model's weights, or what it computes of them, are NaN or "
+                "infinite. All requests were dropped"
+            )
+        for part, token, log in rows:
+            if part.draws and not part.place.request.is_done:  # it may have ended a step before the host knew
+                part.place.request.add(token, log)
 
 
 class FewTokens:

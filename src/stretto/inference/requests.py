@@ -50,9 +50,11 @@ class Sampling:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt that an engine continues. `tokens` grows by the tokens of each step, up to one of `stop`, inclusive.
+    """A prompt that an engine continues. `tokens` grows by the tokens of each step, up to one of `stop`, inclusive;
+    its reader may remove them from it.
 
-    log_probabilities: of these tokens, by the model's own logits (temperature 1), if they were asked for.
+    log_probabilities: of these tokens, by the model's own logits (temperature 1), if they were asked for. is_done: set
+    to True, on all ranks of x before the same step, it cancels the request.
     """
 
     prompt: Sequence[int]
@@ -63,6 +65,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
     is_done: bool = False
+    _given: int = 0
 
     @property
     def positions(self) -> int:
@@ -72,9 +75,10 @@ class Request:
     def add(self, token: int, log_probability: float) -> None:
         """Take the next token."""
         self.tokens.append(token)
+        self._given += 1
         if self.wants_log_probabilities:
             self.log_probabilities.append(log_probability)
-        self.is_done = token in self.stop or len(self.tokens) == self.max_new_tokens
+        self.is_done = token in self.stop or self._given == self.max_new_tokens
 
 
 def parse_prompt(prompt: Any, vocab: int) -> list[int]:

@@ -248,11 +248,13 @@ class StepRunner:
         return Drawn(there, arrived)
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the graphs and the cache."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
         self._static_logits.clear()
+        for layer in self.layers:  # which the model holds
+            layer.keys = layer.values = layer.keys.new_empty(0)
 
     def _compute_static(self, size: tuple[int, int, bool], numbers: Tensor) -> tuple[Tensor]:
         """Compute the best tokens, as a graph captures it. Its logits stay where they are, for draws after a replay."""
@@ -275,13 +277,17 @@ class StepRunner:
         self._tokens.read = step.last if is_whole and not is_single else None
         try:
             given: dict[str, Any] = {"logits_to_keep": 0 if is_whole else step.last} if self._keeps else {}
-            with InvariantOperators() if self._is_invariant else nullcontext():
+            # A caller's autocast would compute in other dtypes than the cache has.
+            with (
+                InvariantOperators() if self._is_invariant else nullcontext(),
+                torch.autocast(self.device.type, enabled=False),
+            ):
                 output = self.model(input_ids=ids[None], position_ids=step.positions[None], use_cache=False, **given)
         finally:
             self._step.tokens = self._tokens.read = None
         logits = output.logits[0] if self._keeps or is_whole else output.logits[0, step.last]
         drawn = best_tokens(logits, self.part)
-        self._feed.index_copy_(0, step.slots, drawn)
+        self._feed.index_copy_(0, step.slots, drawn.clamp(min=0))  # -1 is of logits that are no numbers
         return drawn, logits
 
     def _draw_random(self, step: HostStep, logits: Tensor, drawn: Tensor) -> None:
@@ -294,7 +300,7 @@ class StepRunner:
         how = RandomRows(reals[0], seeds, places, counts if any(top_k) else None, reals[1] if min(top_p) < 1 else None)
         found = draw_tokens(chosen, how, self.part)
         drawn.index_copy_(0, rows, found)
-        self._feed.index_copy_(0, slot, found)
+        self._feed.index_copy_(0, slot, found.clamp(min=0))
 
     def _upload(self, numbers: Sequence[float], dtype: torch.dtype) -> Tensor:
         """Numbers on the device. The host does not wait; torch keeps its memory until the copy is done."""

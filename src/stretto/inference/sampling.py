@@ -48,8 +48,8 @@ class RandomRows(NamedTuple):
 
 
 def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
-    """The tokens with the highest scores [rows, vocabulary here] of all ranks, the first of equal ones: int64
-    [rows]."""
+    """The tokens with the highest scores [rows, vocabulary here] of all ranks, the first of equal ones: int64 [rows];
+    -1 where no score is a number above -inf."""
     if suits_kernels(scores, part.longest * part.group.size()):
         return find_best(scores.contiguous(), part.first, part.group)
     # Rows in pieces, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.
@@ -58,11 +58,11 @@ def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     best, piece = best.max(1)
     ids = ids.gather(1, piece.unsqueeze(1)).squeeze(1) + piece * (scores.shape[1] // pieces)
     if (ranks := part.group.size()) == 1:
-        return ids + part.first
+        return torch.where(best > -torch.inf, ids + part.first, -1)
     pairs = torch.stack((best.double(), (ids + part.first).double()), 1).unsqueeze(0)
     values, found = gather_rows(pairs, ranks, part.group).unbind(2)
-    is_best = values == values.amax(0)
-    return torch.where(is_best, found, torch.inf).amin(0).nan_to_num(posinf=0.0).long()
+    is_best = (values == values.amax(0)) & (values > -torch.inf)
+    return torch.where(is_best, found, torch.inf).amin(0).nan_to_num(posinf=-1.0).long()
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, part: VocabularyPart) -> Tensor:

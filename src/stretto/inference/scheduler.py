@@ -2,7 +2,6 @@
 """Decides which tokens of which requests a step computes, and in which pages of the cache they are kept."""
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stretto.inference.requests import Request
@@ -60,9 +59,18 @@ class Scheduler:
         self._queue.append(request)
 
     def admit(self) -> list[Place]:
-        """Let waiting requests join while there is room; returns their places."""
+        """Free the slots and pages of requests that are done, and let waiting ones join while there is room; returns
+        their places."""
+        for place in self._running:
+            if place.request.is_done:
+                self._slots.append(place.slot)
+                self._pages += reversed(place.pages)
+        self._running[:] = [place for place in self._running if not place.request.is_done]
         joined = []
         while self._queue and self._slots:
+            if self._queue[0].is_done:
+                self._queue.popleft()
+                continue
             needed = -(-self._queue[0].positions // self._page)
             if needed > len(self._pages):
                 break
@@ -88,13 +96,6 @@ class Scheduler:
             part.place.computed += part.count if part.is_prompt else 0
             part.place.drawn += part.draws
         return parts
-
-    def release(self, places: Iterable[Place]) -> None:
-        """Free the slots and pages of requests that are done."""
-        for place in places:
-            self._running.remove(place)
-            self._slots.append(place.slot)
-            self._pages += reversed(place.pages)
 
     def clear(self) -> None:
         """Drop all requests: ranks whose requests differed agree again on the next slots and pages."""

@@ -41,6 +41,27 @@ def attend_whole(tokens, batch):
     return torch.stack(out)
 
 
+@pytest.mark.parametrize(
+    ("which", "at", "value", "message"),
+    [
+        (3, (1, 2), 99, "pages are from 0 to"),
+        (3, (0, 0), -1, "not from -1 to"),
+        (4, 1, 1 << 20, "lengths are from 0 to"),
+        (5, 2, 90, "query_offsets fall, but are to grow"),
+    ],
+)
+def test_with_debugging_places_outside_of_the_cache_are_errors(monkeypatch, which, at, value, message):
+    tokens = make_batch(Batch([1, 3, 20], [130, 70, 20]), torch.float32)
+    operands = [*tokens.operands, tokens.offsets]
+    call = lambda: ops.paged_attention(*operands[:5], query_offsets=operands[5])  # noqa: E731
+    expected = call()
+    monkeypatch.setenv("STRETTO_DEBUG", "1")
+    assert torch.equal(call(), expected)
+    operands[which][at] = value
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 def compare():
     """The largest error of kernels and of torch, of each batch, and whether an idle row is 0."""
     errors = []

@@ -22,6 +22,8 @@ NAME = "stretto_paged"
 """The `attn_implementation` of models that an engine runs."""
 
 
+_WARNS = "warn_if_padding_and_no_attention_mask"
+
 AttendToPages = Callable[..., Tensor]
 """Attention of one layer: stores the keys and values of this step's tokens, and attends to all of each request.
 
@@ -51,8 +53,14 @@ def refusal_of_decoding(model: Any, parameters: Sequence[str]) -> str | None:
 
 
 def attend_to_pages(model: Any, layers: Sequence[AttendToPages]) -> None:
-    """Have each of a model's `attentions_of` attend by its part of `layers`, from the next forward pass on."""
+    """Have each of a model's `attentions_of` attend by its part of `layers`, from the next forward pass on.
+
+    Its forward pass no longer looks for padding in its ids, of which the host would wait for each step's.
+    """
     _register()
+    for module in model.modules():
+        if hasattr(module, _WARNS):
+            setattr(module, _WARNS, lambda *_: None)
     for module, layer in zip(attentions_of(model), layers, strict=True):
         module.attend_to_pages = layer  # type: ignore[assignment]
     if model.config._attn_implementation != NAME:

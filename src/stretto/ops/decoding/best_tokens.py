@@ -25,7 +25,8 @@ def suits_kernels(scores: Tensor, columns: int) -> bool:
 def find_best(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """The column of each row's highest number, of all ranks' columns, the first of equal ones: int64 [rows].
 
-    scores: [rows, columns here], contiguous, of which this rank's begin at `first`; NaN is taken for -inf. Ranks send
+    scores: [rows, columns here], contiguous, of which this rank's begin at `first`; NaN is taken for -inf, and a row
+    of nothing else has -1. Ranks send
     each other pairs of a number and a column, in fp32, by a sum to which each adds its own (`sum_rows`). Collective.
     """
     (rows, columns), world = scores.shape, group.size()
@@ -78,7 +79,7 @@ def merge_parts(pairs, sent, best, parts, rank, world, BLOCK: tl.constexpr):  # 
     highest = tl.max(value, 0)
     found = tl.min(tl.where(value == highest, column, float("inf")), 0)
     if sent is None:
-        tl.store(best + row, found.to(tl.int64))
+        tl.store(best + row, tl.where(highest == float("-inf"), -1.0, found).to(tl.int64))
     else:
         is_own = index == rank
         target = sent + (row * world + index) * 2

@@ -6,6 +6,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from stretto.memory.groups import is_debugging
 from stretto.ops.config import IMPLEMENTATIONS
 from stretto.ops.decoding.paged_kernels import SPLIT, PagedCall, attend_by_kernels, choose_singles, find_tiles
 from stretto.ops.operands import (
@@ -51,8 +52,9 @@ def paged_attention(
     zeros. Rows of q behind the last offset are zeros or garbage of no one: they are not read, and their output is 0.
     scale: of scores, by default 1 / sqrt(d). window: a token attends to itself and the window - 1 tokens before it.
 
-    The host reads none of the tensors: calls are captured in CUDA graphs, and lengths and tables may then change in
-    place. bf16, fp16 or fp32, all of one dtype; scores and sums are fp32.
+    The host reads none of the tensors (with STRETTO_DEBUG=1 it checks pages, lengths and offsets, outside of captures):
+    calls are captured in CUDA graphs, and lengths and tables may then change in place. bf16, fp16 or fp32, all of one
+    dtype; scores and sums are fp32.
 
     invariant: a token's bits depend on its sequence alone: neither on the other sequences, nor on the chunk that it
     comes in, nor on the number of heads here; keys are split at fixed positions. implementation: "auto", "kernel" or
@@ -84,6 +86,8 @@ def _run(
         q, key_cache, value_cache, block_table, lengths, query_offsets, scale, window, is_invariant=invariant
     )
     _require(call)
+    if is_debugging() and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        _require_places(call)
     obstacle = find_obstacle(call)
     if implementation == "library" or (implementation == "auto" and obstacle):
         return _attend_by_library(call)
@@ -246,6 +250,21 @@ def _require(call: PagedCall) -> None:
         if one.shape != shape or one.dtype != torch.int32 or one.device != q.device or not one.is_contiguous():
             wanted = f"int32 {list(shape)} on {q.device}, contiguous"
             raise ValueError(f"paged_attention: {name} is {wanted}, not {describe_tensor(one)}")
+
+
+def _require_places(call: PagedCall) -> None:
+    """ValueError for lengths, pages and offsets that lie outside of the table, the cache and the tokens."""
+    page, width = call.keys.shape[1], call.table.shape[1]
+    is_used = torch.arange(width, device=call.table.device) * page < call.lengths[:, None]
+    ranges = {"lengths": (call.lengths, width * page), "pages": (call.table[is_used], call.keys.shape[0] - 1)}
+    if call.offsets is not None:
+        ranges["query_offsets"] = call.offsets, call.q.shape[0]
+        if (call.offsets.diff() < 0).any():
+            raise ValueError(f"paged_attention: query_offsets fall, but are to grow: {call.offsets.tolist()}")
+    for name, (numbers, most) in ranges.items():
+        low, high = (int(one) for one in torch.aminmax(numbers)) if numbers.numel() else (0, 0)
+        if low < 0 or high > most:
+            raise ValueError(f"paged_attention: {name} are from 0 to {most} here, not from {low} to {high}")
 
 
 def _fake(
