@@ -72,7 +72,7 @@ class TrainingRun:
 
 
 def make_grid(sizes: Mapping[str, int]) -> Grid:
-    return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"], context=sizes.get("context", 1))
+    return Grid(**sizes)
 
 
 def measure(
