@@ -71,7 +71,7 @@ class TrainingRun:
     is_compiled: bool = False
 
 
-def make_grid(sizes: Mapping[str, int]) -> Grid:
+def make_grid(sizes: Mapping[str, Any]) -> Grid:
     return Grid(**sizes)
 
 
