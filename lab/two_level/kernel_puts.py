@@ -32,7 +32,7 @@ class KernelPutsSetting:
 
     descriptors: Annotated[int, Option("Puts of no bytes, one after another.", least=1)] = 200_000
     round_trips: Annotated[int, Option("Puts of 8 bytes that a kernel of the other rank answers.", least=1)] = 2000
-    megabytes: Annotated[int, Option("MB of slots that a kernel fills.", least=1)] = 64
+    megabytes: Annotated[int, Option("MB of slots that a kernel fills, or reads.", least=1)] = 64
     repeats: Annotated[int, Option("Runs of each; their median counts.", least=1)] = 5
 
 
@@ -76,6 +76,15 @@ def fill_slots(puts, data, peer, count):  # type: ignore[no-untyped-def]
         tl.store(slots + at, tl.load(data + at, mask=at < count), mask=at < count)
 
 
+@triton.jit
+def read_slots(puts, data, peer, count):  # type: ignore[no-untyped-def]
+    """Load int32 [count] from the slots into which `peer` would put it, to data. Synchronization: none."""
+    slots = tiles.arrived_slice(puts, 0, peer).to(tl.pointer_type(tl.int32))
+    for start in range(tl.program_id(0) * _BLOCK, count, tl.num_programs(0) * _BLOCK):
+        at = start + tl.arange(0, _BLOCK)
+        tl.store(data + at, tl.load(slots + at, mask=at < count), mask=at < count)
+
+
 def measure_puts(setting: KernelPutsSetting) -> list[Row]:
     from stretto.bench.harness import run_ranks, shared_where_few
 
@@ -113,16 +122,22 @@ def _measure_transport(setting: KernelPutsSetting, nodes: str, name: str) -> Ite
         if rank == 0:
             launch(post_many, posted, programs, peer, setting.descriptors)
 
-    def copy() -> None:
-        copied.copy_(data, non_blocking=True)
+    def copy(*, is_back: bool = False) -> None:
+        into, source = (data, copied) if is_back else (copied, data)
+        into.copy_(source, non_blocking=True)
 
     runs: dict[str, Callable[[], None]] = {
         "post": post,
         "bounce": lambda: launch(bounce, bounced, 1, peer, setting.round_trips, rank == 0),
         "fill": lambda: launch(fill_slots, filled, 4 * programs, data, peer, words),
+        "fill by 16": lambda: launch(fill_slots, filled, 2 * programs, data, peer, words),
+        "read by 16": lambda: launch(read_slots, filled, 2 * programs, data, peer, words),
         "copy": copy,
+        "copy back": lambda: copy(is_back=True),
     }
-    seconds = {key: _time(run, setting.repeats, is_alone=key in ("fill", "copy")) for key, run in runs.items()}
+    seconds = {
+        key: _time(run, setting.repeats, is_alone=key[:4] in ("fill", "copy", "read")) for key, run in runs.items()
+    }
     for channel in (posted, bounced, filled):
         channel.check()
         dist.barrier()
@@ -132,6 +147,8 @@ def _measure_transport(setting: KernelPutsSetting, nodes: str, name: str) -> Ite
         ("descriptors, a second", setting.descriptors / seconds["post"], "1,000,000"),
         ("post to signal at the other rank, us", trip, "10"),
         ("slots filled, of the copy engine's rate", seconds["copy"] / seconds["fill"], "0.85"),
+        ("slots filled by 16 programs, as look-ups do, the same", seconds["copy"] / seconds["fill by 16"], "-"),
+        ("slots read by 16 programs, the same", seconds["copy back"] / seconds["read by 16"], "-"),
     ):
         yield {"transport": name, "what": what, "value": value, "asked": asked}
 

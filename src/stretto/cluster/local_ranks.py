@@ -12,7 +12,7 @@ ranks find each other by the names of their machines, through the job's store.
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -111,7 +111,22 @@ def name_node(rank: int, world_size: int, environment: Mapping[str, str] = os.en
     machine = f"{platform.node()} {boot}"
     if not (declared := environment.get("STRETTO_NODES", "")):
         return machine
-    return f"{machine} node {_declared_nodes(declared, world_size)[rank]}"
+    return f"{machine} node {_declared_nodes(declared, world_size)[rank]} of {declared}"
+
+
+def require_one_declaration(names: Sequence[str]) -> None:
+    """Raise ValueError if ranks of one machine, by their nodes' names in the order of ranks, have been given different
+    STRETTO_NODES: their nodes would be neither one's."""
+    found: dict[str, tuple[int, str]] = {}
+    for rank, name in enumerate(names):
+        machine, _, node = name.partition(" node ")
+        declared = node.partition(" of ")[2]
+        first, text = found.setdefault(machine, (rank, declared))
+        if text != declared:
+            raise ValueError(
+                f"the environment variable STRETTO_NODES is {text!r} on rank {first} and {declared!r} on rank {rank} "
+                "of the same machine, but must be the same: have the launcher pass it to all ranks"
+            )
 
 
 def _declared_nodes(text: str, world_size: int) -> list[int]:

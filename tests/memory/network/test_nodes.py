@@ -19,7 +19,9 @@ from tests.memory.network.relay import Relay
 from stretto.cluster.nics import pinned_near
 from stretto.collectives import compile_program
 from stretto.collectives.executor import run_on_host
+from stretto.collectives.two_level import exchange_hosts, name_nodes
 from stretto.memory import PeerError, Reach, allocate
+from stretto.memory.groups import find_nodes
 from stretto.memory.network import endpoint, interfaces
 from stretto.memory.network.endpoint import choose_proxy
 from stretto.memory.network.native import NativeProxy
@@ -214,3 +216,20 @@ def put_with_gin_on_one_rank():
 
 def test_a_proxy_that_one_rank_alone_asks_for_in_vain_is_named_on_all(ranks):
     ranks(2).run(put_with_gin_on_one_rank)
+
+
+def declare_on_one_rank_otherwise():
+    def name_two_levels():
+        return name_nodes([host for _, host in exchange_hosts(dist.group.WORLD, 60.0)])
+
+    for theirs in ("", "1,1"):
+        for call in (partial(allocate, 64), partial(find_nodes, None), name_two_levels):
+            words = f"STRETTO_NODES is '2x1' on rank 0 and '{theirs}' on rank 1 of the same machine"
+            with pytest.raises(ValueError, match=words):
+                on_nodes(theirs if dist.get_rank() else "2x1", "python", call)
+    with pytest.raises(ValueError, match="'2x2', which declares nodes for 4 ranks, but the job has 2"):
+        on_nodes("2x2" if dist.get_rank() else "2x1", "python", allocate, 64)  # on both: none waits for the other
+
+
+def test_nodes_that_ranks_of_a_machine_declare_in_different_ways_are_refused_on_all(ranks):
+    ranks(2).run(declare_on_one_rank_otherwise)

@@ -71,8 +71,8 @@ class TrainingRun:
     is_compiled: bool = False
 
 
-def make_grid(sizes: Mapping[str, int]) -> Grid:
-    return Grid(sizes["data"], sizes["x"], sizes["y"], sizes["z"], context=sizes.get("context", 1))
+def make_grid(sizes: Mapping[str, Any]) -> Grid:
+    return Grid(**sizes)
 
 
 def measure(

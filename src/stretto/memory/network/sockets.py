@@ -6,15 +6,22 @@ connection that has not greeted gets no memory but a header's and is closed afte
 of a peer, with the token, replaces the old one, which that peer has given up.
 """
 
+from __future__ import annotations
+
 import contextlib
 import selectors
 import socket
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from stretto.memory.network.frames import HEADER_BYTES, FrameError, FrameKind, PutFrame, pack_frame, unpack_frame
-from stretto.memory.network.transport import FrameReceiver, PutTransport
+from stretto.memory.network.transport import PutTransport
+
+if TYPE_CHECKING:
+    from stretto.memory.network.proxy import Proxy
+
 
 GREETING_SECONDS = 5.0
 MAX_STRANGERS = 64
@@ -57,14 +64,14 @@ class SocketTransport(PutTransport):
         for end in (self._wakes, self._waker):
             end.setblocking(False)
         self._selector.register(self._wakes, selectors.EVENT_READ)
-        self._receiver: FrameReceiver
+        self._receiver: Proxy
         self._peers: dict[int, tuple[str, int]] = {}
         self._connections: dict[int, _PeerConnection] = {}  # by peer, ready or about to be
         self._strangers: set[_PeerConnection] = set()
         self._retries: dict[int, tuple[float, float]] = {}  # by peer: when, and the pause after it
         self._discarded = memoryview(bytearray(_DISCARD_BYTES))
 
-    def connect(self, receiver: FrameReceiver, peers: Mapping[int, tuple[str, int]]) -> None:
+    def connect(self, receiver: Proxy, peers: Mapping[int, tuple[str, int]]) -> None:
         """Begin to connect to the peers with higher ranks, and to accept those with lower ones."""
         self._receiver = receiver
         self._peers = dict(peers)

@@ -6,15 +6,20 @@ The proxy above it numbers puts, sends again what was lost, and counts signals i
 atomic operation of a transport.
 """
 
+from __future__ import annotations
+
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from stretto.memory.network.frames import NO_SIGNAL, FrameError, PutFrame
 from stretto.memory.symmetric import MASK, find_fence
+
+if TYPE_CHECKING:
+    from stretto.memory.network.proxy import Proxy
 
 LOCAL_REGIONS = 1 << 22
 """Regions with numbers from here on are memory of one rank alone: sources of puts, never destinations."""
@@ -39,25 +44,6 @@ class PutRegion(NamedTuple):
         return self.whole.numel() - self.pad_bytes
 
 
-class FrameReceiver(Protocol):
-    """The proxy, to its transports."""
-
-    def place(self, frame: PutFrame) -> memoryview | None:
-        """Where a put's payload goes; None: it is dropped. FrameError for a destination outside of all regions."""
-
-    def arrived(self, frame: PutFrame) -> None:
-        """A frame has come, with its payload in its place."""
-
-    def received_from(self, peer: int) -> int:
-        """How many of the peer's puts have arrived without a gap, for the greeting."""
-
-    def connected(self, peer: int, received: int) -> None:
-        """There is a connection to a peer, which has received so many puts of this rank."""
-
-    def lost(self, peer: int, why: str) -> None:
-        """The connection to a peer is gone."""
-
-
 class PutTransport(ABC):
     """Carries frames between this rank and some peers; used by one thread, which calls `progress` in a loop.
 
@@ -67,7 +53,7 @@ class PutTransport(ABC):
     is_reliable = False
 
     @abstractmethod
-    def connect(self, receiver: FrameReceiver, peers: Mapping[int, tuple[str, int]]) -> None:
+    def connect(self, receiver: Proxy, peers: Mapping[int, tuple[str, int]]) -> None:
         """Begin to connect to these peers, by their addresses; `receiver` hears of connections and frames."""
 
     def register(self, region: PutRegion) -> None:  # noqa: B027  (sockets need nothing)
@@ -114,7 +100,7 @@ class HostTransport(PutTransport):
         self._regions: dict[int, PutRegion] = {}
         self._fence = find_fence()
 
-    def connect(self, receiver: FrameReceiver, peers: Mapping[int, tuple[str, int]]) -> None:
+    def connect(self, receiver: Proxy, peers: Mapping[int, tuple[str, int]]) -> None:
         """Do nothing: the regions are mapped."""
 
     def register(self, region: PutRegion) -> None:

@@ -241,7 +241,7 @@ def _check_reshard(config: "TrainConfig") -> Iterator[str]:
     grid, run = config.grid, config.train
     whole = run.batch // grid.batch_parts
     reasons = {
-        f"grid.z is {grid.z}, so that z divides no gradient": grid.z == 1,
+        f"grid.z is {grid.z}, so that z divides no gradient": GridSizes(**grid.sizes()).shards == 1,
         "a rank's whole part of the batch is one micro-batch": run.micro_batch in (None, whole),
     }
     for reason in broken(reasons) if ExecutionOptions(reshard=run.reshard).scatters_once else ():
