@@ -341,7 +341,7 @@ class Muon(AdamW):
                 return None
             momentum = self._momentum(number)
             if scale is not None:
-                gradient = gradient * scale.to(gradient.dtype)
+                gradient = gradient * scale
             if is_right is not None:  # after a failed wait, or in a skipped step, it may be NaN
                 gradient = torch.where(is_right, gradient, momentum)
             momentum.lerp_(gradient, 1 - self.momentum)
