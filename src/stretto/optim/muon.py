@@ -341,7 +341,8 @@ class Muon(AdamW):
                 return None
             momentum = self._momentum(number)
             if scale is not None:
-                gradient = gradient * scale
+                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                gradient = (wide * scale).to(gradient.dtype)  # as `scale_gradients`
             if is_right is not None:  # after a failed wait, or in a skipped step, it may be NaN
                 gradient = torch.where(is_right, gradient, momentum)
             momentum.lerp_(gradient, 1 - self.momentum)

@@ -88,7 +88,13 @@ def scale_gradients(gradients: Iterable[Tensor], scale: Tensor) -> None:
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, some in by_dtype.items():
-        torch._foreach_mul_(some, scale.to(torch.promote_types(dtype, torch.float32).to_real()))
+        wide = torch.promote_types(dtype, torch.float32)
+        factor = scale.to(wide.to_real())
+        if wide == dtype or not some[0].is_cuda:
+            torch._foreach_mul_(some, factor)
+            continue
+        for gradient in some:  # GPUs would round a factor in their memory to the gradient's dtype
+            gradient.copy_(gradient.to(wide).mul_(factor))
 
 
 def _check_max_norm(max_norm: float) -> None:
