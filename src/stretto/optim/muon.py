@@ -23,6 +23,7 @@ from stretto.optim.adamw import AdamW, call, local, unhooked
 from stretto.optim.matrix_owners import MatrixExchange, MatrixOwners
 from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
 from stretto.optim.state.updates import copied
+from stretto.parallel.comm.gradient_norm import scale_by
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import ParallelHead
@@ -341,8 +342,7 @@ class Muon(AdamW):
                 return None
             momentum = self._momentum(number)
             if scale is not None:
-                wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                gradient = (wide * scale).to(gradient.dtype)  # as `scale_gradients`
+                gradient = scale_by(gradient, scale)
             if is_right is not None:  # after a failed wait, or in a skipped step, it may be NaN
                 gradient = torch.where(is_right, gradient, momentum)
             momentum.lerp_(gradient, 1 - self.momentum)

@@ -80,21 +80,26 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def scale_gradients(gradients: Iterable[Tensor], scale: Tensor) -> None:
-    """Multiply plain gradients in place by a factor, 0-dim, on their device.
-
-    Rounded to bf16, the factor would be wrong by up to 0.4%: the same way for every gradient.
-    """
+    """Multiply plain gradients in place by a factor, 0-dim, on their device, as `scale_by`."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     for dtype, some in by_dtype.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        factor = scale.to(wide.to_real())
-        if wide == dtype or not some[0].is_cuda:
-            torch._foreach_mul_(some, factor)
-            continue
-        for gradient in some:  # GPUs would round a factor in their memory to the gradient's dtype
-            gradient.copy_(gradient.to(wide).mul_(factor))
+        if torch.promote_types(dtype, torch.float32) == dtype:
+            torch._foreach_mul_(some, scale.to(dtype.to_real()))
+        else:
+            for gradient in some:
+                scale_by(gradient, scale, out=gradient)
+
+
+def scale_by(tensor: Tensor, factor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """A tensor times a factor, 0-dim, on its device; in `out` if that is given. Outside of autograd.
+
+    Rounded to bf16, the factor would be wrong by up to 0.4%, the same way for every number; and without dims, torch's
+    kernels on GPUs would round it to the tensor's dtype.
+    """
+    factor = factor.to(torch.promote_types(tensor.dtype, torch.float32)).view((1,) * tensor.dim())
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor) if out is None else out)
 
 
 def _check_max_norm(max_norm: float) -> None:
