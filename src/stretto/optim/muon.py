@@ -472,7 +472,7 @@ def _apply(own: _MatrixWrite, update: Tensor, factor: float, is_right: Tensor | 
         update, lr = torch.where(is_right, update, 0), is_right * lr
     shard.mul_(1 - lr * own.weight_decay)
     if isinstance(rate, Tensor):
-        shard.sub_(update.to(shard.dtype) * rate)
+        shard.sub_(scale_by(update.to(shard.dtype), rate))
     else:
         shard.add_(update, alpha=-rate)
     torch.autograd.graph.increment_version(parameter)  # as torch's own writes do
