@@ -10,9 +10,11 @@ import torch
 
 from stretto.execution import StateOptions
 from stretto.models import GPT, GPTConfig
+from stretto.optim import AdamW, Muon
 from stretto.optim.state.loss_scale import LossScaleOptions
 from stretto.optim.state.master_weights import join, round_to_bf16
 from stretto.parallel import CapturedStep, Grid, no_sync, parallelize
+from stretto.parallel.comm.gradient_norm import scale_gradients
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update, tiled_update
 from tests.gpu.sharing import SHARED
 
@@ -40,6 +42,32 @@ def split_on_the_device() -> None:
 @ONE_RANK
 def test_split_weights_are_exact_and_are_the_hosts(world: int, run_ranks: Callable[..., list[Any]]) -> None:
     run_ranks(world, split_on_the_device)
+
+
+def scale_on_the_device() -> None:
+    """Gradients times a factor that 16 bits would round, by clipping and in the optimizers' steps."""
+    factor = torch.tensor(0.33437, device="cuda")
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        gradient = torch.linspace(1, 2, 4096, device="cuda").to(dtype).view(64, 64)
+        scaled, clipped = (gradient.float() * factor).to(dtype), gradient.clone()
+        scale_gradients([clipped], factor)
+        assert torch.equal(clipped, scaled)
+        for make, key in ((AdamW, "exp_avg"), (Muon, "momentum_buffer")):
+            found = []
+            for given, scale in ((gradient, factor), (scaled, None)):
+                parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+                parameter.grad = given.clone()
+                optimizer = make([parameter])
+                optimizer.step(scale=scale)
+                found.append(optimizer.state[parameter][key])
+            assert torch.equal(*found), (dtype, key)
+
+
+@ONE_RANK
+def test_gradients_of_16_bits_are_multiplied_by_the_factor_itself(
+    world: int, run_ranks: Callable[..., list[Any]]
+) -> None:
+    run_ranks(world, scale_on_the_device)
 
 
 def train(

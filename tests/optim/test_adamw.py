@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from stretto.optim import AdamW, Muon, adamw
+from stretto.train.optimizer import ShardOptimizer
 
 SEED = random.randrange(2**31)
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7}
@@ -46,9 +47,29 @@ def test_it_is_torchs_adamw_after_scaling(dtype):
     scales = (None, 0.3, 1.0, 1e-3)
     ours, _ = train(AdamW, dtype, scales, clips_first=False)
     theirs, _ = train(torch.optim.AdamW, dtype, scales, clips_first=True)
-    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 0}[dtype]
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "weight"),
+    [
+        (AdamW, "exp_avg", 1 - 0.9),
+        (lambda groups: Muon(groups[0]["params"]), "momentum_buffer", 1 - 0.95),
+        (lambda groups: torch.optim.SGD(groups, momentum=0.9), "momentum_buffer", 1),
+    ],
+)
+def test_a_factor_is_not_rounded_to_the_dtype_of_16_bit_gradients(make, key, weight):
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False).bfloat16(), nn.Linear(8, 8, bias=False))
+    optimizer = ShardOptimizer(model, make, weight_decay=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    scaled = {name: (each.grad.float() * 0.3).to(each.dtype) for name, each in model.named_parameters()}
+    optimizer.step(1e-3, torch.tensor(0.3))
+    for name, gradient in scaled.items():
+        assert torch.equal(optimizer.state(name)[key], torch.zeros_like(gradient).lerp(gradient, weight))
 
 
 def test_its_state_is_torchs():

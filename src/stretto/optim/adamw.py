@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.memory import failures
 from stretto.optim.guard import skipping_after_failure
+from stretto.parallel.comm.gradient_norm import scale_gradients
 from stretto.parallel.layout import GRAD, TensorOnGrid, shard_of
 
 
@@ -19,7 +20,7 @@ class AdamW(torch.optim.AdamW):
 
     The state has torch's names and shapes, and each can load the other's. On a GPU, contiguous fp32 parameters are
     updated by a Triton kernel, which moves 28 bytes a parameter, where scaling first moves 36. All others are scaled by
-    `_foreach_mul_` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
+    `scale_gradients` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
     (`stretto.optim.guard`).
 
     lr: a number, or a 0-dim tensor on the device, as captured steps need; in fp64 it gives the number's bits.
@@ -87,8 +88,8 @@ class AdamW(torch.optim.AdamW):
             if bool(skip):
                 return loss
             skip = None
-        if scale is not None and gradients:
-            torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+        if scale is not None:
+            scale_gradients(gradients, scale)
         with skipping_after_failure(self, skip):
             unhooked(torch.optim.AdamW.step)(self)
         torch.autograd.graph.increment_version([parameter for found in groups for parameter, *_ in found])

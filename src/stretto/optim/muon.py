@@ -23,6 +23,7 @@ from stretto.optim.adamw import AdamW, call, local, unhooked
 from stretto.optim.matrix_owners import MatrixExchange, MatrixOwners
 from stretto.optim.muon_overlap import BackwardExchange, LateUpdates, settle
 from stretto.optim.state.updates import copied
+from stretto.parallel.comm.gradient_norm import scale_by
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.loss import ParallelHead
@@ -341,7 +342,7 @@ class Muon(AdamW):
                 return None
             momentum = self._momentum(number)
             if scale is not None:
-                gradient = gradient * scale.to(gradient.dtype)
+                gradient = scale_by(gradient, scale)
             if is_right is not None:  # after a failed wait, or in a skipped step, it may be NaN
                 gradient = torch.where(is_right, gradient, momentum)
             momentum.lerp_(gradient, 1 - self.momentum)
@@ -471,7 +472,7 @@ def _apply(own: _MatrixWrite, update: Tensor, factor: float, is_right: Tensor | 
         update, lr = torch.where(is_right, update, 0), is_right * lr
     shard.mul_(1 - lr * own.weight_decay)
     if isinstance(rate, Tensor):
-        shard.sub_(update.to(shard.dtype) * rate)
+        shard.sub_(scale_by(update.to(shard.dtype), rate))
     else:
         shard.add_(update, alpha=-rate)
     torch.autograd.graph.increment_version(parameter)  # as torch's own writes do

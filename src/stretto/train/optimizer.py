@@ -20,6 +20,7 @@ from stretto.optim.averages import move_averages
 from stretto.optim.guard import skipping_after_failure
 from stretto.optim.muon import DEFAULT_MOMENTUM, Muon, RowParts, hidden_matrices
 from stretto.optim.state.updates import AVERAGE
+from stretto.parallel.comm.gradient_norm import scale_gradients
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import GRAD, TensorOnGrid, check_is_sharded, has_layout, layout_of, shard_of
 from stretto.parallel.low_precision_weights import share_copy
@@ -123,9 +124,8 @@ class ShardOptimizer:
         else:
             if skip is not None:
                 self._make_momenta()
-            gradients = [shard.grad for shard in self._shards.values() if shard.grad is not None]
-            if scale is not None and gradients:
-                torch._foreach_mul_(gradients, scale.to(gradients[0].dtype))
+            if scale is not None:
+                scale_gradients((shard.grad for shard in self._shards.values() if shard.grad is not None), scale)
             with skipping_after_failure(self.inner, skip):
                 self.inner.step()
         for shard, weight in before.items():  # now that the optimizer, which looks for any, has made its own state

@@ -41,13 +41,7 @@ def clip_grad_norm_(
             "error_if_nonfinite=False scales them all the same"
         )
     if max_norm is not None:
-        scale = clip_scale(norm, max_norm)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for _, shard in found:
-            by_dtype.setdefault(shard.dtype, []).append(shard)
-        for shards in by_dtype.values():
-            # Rounded to bf16, the factor would be wrong by up to 0.4%: the same way for every gradient.
-            torch._foreach_mul_(shards, scale.to(_wide(shards[0])))
+        scale_gradients([shard for _, shard in found], clip_scale(norm, max_norm))
     return norm if any(shard.dtype == torch.float64 for _, shard in found) else norm.float()
 
 
@@ -83,6 +77,29 @@ def clip_scale(norm: Tensor, max_norm: float) -> Tensor:
     """
     _check_max_norm(max_norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def scale_gradients(gradients: Iterable[Tensor], scale: Tensor) -> None:
+    """Multiply plain gradients in place by a factor, 0-dim, on their device, as `scale_by`."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    for dtype, some in by_dtype.items():
+        if torch.promote_types(dtype, torch.float32) == dtype:
+            torch._foreach_mul_(some, scale.to(dtype.to_real()))
+        else:
+            for gradient in some:
+                scale_by(gradient, scale, out=gradient)
+
+
+def scale_by(tensor: Tensor, factor: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """A tensor times a factor, 0-dim, on its device; in `out` if that is given. Outside of autograd.
+
+    Rounded to bf16, the factor would be wrong by up to 0.4%, the same way for every number; and without dims, torch's
+    kernels on GPUs would round it to the tensor's dtype.
+    """
+    factor = factor.to(torch.promote_types(tensor.dtype, torch.float32)).view((1,) * tensor.dim())
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor) if out is None else out)
 
 
 def _check_max_norm(max_norm: float) -> None:

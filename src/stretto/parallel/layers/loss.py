@@ -15,6 +15,7 @@ from stretto.execution import IGNORED_TARGET, LOGITS_ROW_MULTIPLE, LOGITS_SLICE
 from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.collectives import all_reduce
+from stretto.parallel.comm.gradient_norm import scale_by
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import check_ids
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
@@ -123,9 +124,9 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        hidden = grad_hidden * gradient.to(grad_hidden.dtype)
+        hidden = scale_by(grad_hidden, gradient)
         if is_asked_for(ctx, 1):
-            ctx.plan.shard.start_reduction(ctx.parameter, grad_weight * gradient.to(grad_weight.dtype))
+            ctx.plan.shard.start_reduction(ctx.parameter, scale_by(grad_weight, gradient))
         return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
