@@ -99,6 +99,9 @@ def scaled_matmul_all_reduce_norm(
 
     x, weight and their scales are as in `scaled_matmul_all_reduce`.
     """
+    require_no_gradients(
+        "scaled_matmul_all_reduce_norm", x, weight, x_scale, weight_scale, residual, norm_weight, bias, norm_bias
+    )
     require_norm("scaled_matmul_all_reduce_norm", norm, eps)
     require_matrices("scaled_matmul_all_reduce_norm", flatten_rows("scaled_matmul_all_reduce_norm", x), weight)
     shape = *x.shape[:-1], weight.shape[0]
