@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stretto import ops
 from stretto.ops import moe
+from stretto.ops.scaled import FP8, all_gather_scaled_matmul_gathered
 
 
 def list_tensors(function):
@@ -171,6 +172,43 @@ def refuse_in_groups():
 
 def test_what_a_call_would_find_too_late_is_refused(interpret):
     interpret(2, refuse_in_groups)
+
+
+def refuse_gradients():
+    """Check that operators without gradients say so of each operand that would need one, and else run."""
+    x, weight, one = torch.ones(4, 16), torch.ones(6, 16), torch.ones(())
+    norm = {
+        "residual": torch.ones(4, 6),
+        "norm_weight": torch.ones(6),
+        "norm_bias": torch.ones(6),
+        "bias": torch.ones(6),
+    }
+    scaled = {"x": x.to(FP8), "weight": weight.to(FP8), "x_scale": one, "weight_scale": one}
+    biased = {**scaled, "bias": torch.ones(6, dtype=torch.bfloat16)}
+    options = {"eps": 1e-6, "norm": "layer"}
+    pages = {"q": torch.ones(2, 1, 16), **dict.fromkeys(("key_cache", "value_cache"), torch.ones(1, 4, 1, 16))}
+    places = {"block_table": torch.zeros(2, 1, dtype=torch.int32), "lengths": torch.ones(2, dtype=torch.int32)}
+    for operator, operands, others in (
+        (ops.all_gather_scaled_matmul, biased, {}),
+        (all_gather_scaled_matmul_gathered, scaled, {}),
+        (ops.scaled_matmul_reduce_scatter, biased, {}),
+        (ops.scaled_matmul_all_reduce, biased, {}),
+        (ops.scaled_matmul_all_reduce_norm, {**norm, **scaled}, options),
+        (ops.matmul_all_reduce_norm, {"x": x, "weight": weight, **norm}, options),
+        (ops.all_reduce_norm, {"x": torch.ones(4, 6), **norm}, options),
+        (ops.paged_attention, pages, places),
+    ):
+        operator(**operands, **others)
+        for name, tensor in operands.items():
+            needing = {**operands, name: tensor.clone().requires_grad_()}
+            with pytest.raises(ValueError, match=rf"{operator.__name__} has no gradients: call it under torch.no_grad"):
+                operator(**needing, **others)
+            with torch.no_grad():
+                operator(**needing, **others)
+
+
+def test_gradients_that_there_are_not_are_refused(interpret):
+    interpret(2, refuse_gradients)
 
 
 def refuse_options():

@@ -38,7 +38,7 @@ class Group:
         self.is_busy = threading.Event()
         self.seconds_to_ask = 0.0
         gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
-        self.fast = native.make_fast_calls()
+        self.fast = native.find_extension().FastCalls()
         self._callbacks = LaunchKernel(self._launch), IsCapturing(self._is_capturing)
         addresses = (ctypes.cast(each, ctypes.c_void_p).value for each in self._callbacks)
         self.loaded = ctypes.c_int64(5)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over ranks with residual and norm: kernels and the library beside fp64, and separate calls' bits."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -114,7 +115,7 @@ def test_without_kernels_torch_computes_it(ranks):
 
 @torch.no_grad()
 def scale():
-    """Errors of the fp8 form."""
+    """Errors of the fp8 form, and whether it has the same bits compiled."""
     world, rank = dist.get_world_size(), dist.get_rank()
     xs = [ops.quantize_rows(random_of(peer, 3, 64)) for peer in range(world)]
     weights = [ops.quantize_rows(random_of(10 + peer, 40, 64)) for peer in range(world)]
@@ -122,15 +123,18 @@ def scale():
     total = residual.double()
     for (x, of_rows), (weight, of_columns) in zip(xs, weights, strict=True):
         total = total + x.double() @ weight.double().t() * of_rows[:, None] * of_columns
-    normed, added = ops.scaled_matmul_all_reduce_norm(
-        xs[rank][0], weights[rank][0], xs[rank][1], weights[rank][1], residual, norm_weight, eps=EPS
-    )
-    return relative_error(added, total), relative_error(normed, normalize(total, norm_weight, None, 0))
+    call = partial(ops.scaled_matmul_all_reduce_norm, norm_weight=norm_weight, eps=EPS)
+    operands = xs[rank][0], weights[rank][0], xs[rank][1], weights[rank][1], residual
+    normed, added = call(*operands)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)(*operands)
+    is_same = torch.equal(compiled[0], normed) and torch.equal(compiled[1], added)
+    return relative_error(added, total), relative_error(normed, normalize(total, norm_weight, None, 0)), is_same
 
 
 def test_fp8_operands_have_scales(interpret):
-    for errors in interpret(2, scale):
+    for *errors, is_same in interpret(2, scale):
         assert max(errors) < 2**-6
+        assert is_same
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from stretto.collectives.backend.api import install_folder
 from stretto.collectives.backend.dispatcher import Dispatcher, register_dispatcher
 from stretto.collectives.backend.host_fallback import HostFallback
-from stretto.collectives.backend.native import find_extension, make_backend, make_fast_calls
+from stretto.collectives.backend.native import find_extension, make_backend
 from stretto.collectives.backend.nccl_warmup import NcclWarmup
 from stretto.collectives.backend.runner import Member
 from stretto.memory import shared_gpus
@@ -53,7 +53,7 @@ def _create(
     cpu._set_sequence_number_for_group()
     member = Member(rank, size, name)
     cuda, dispatch = None, None
-    fast = make_fast_calls()
+    fast = find_extension().FastCalls()
     if not _has_gpus():
         dispatcher = Dispatcher(member, {"cpu": "gloo"})
     elif shared_gpus.is_enabled():

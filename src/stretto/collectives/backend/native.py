@@ -43,18 +43,12 @@ def make_backend(
 ) -> "Backend":
     """Make the c10d backend over these inner ones: `StrettoBackend` in native/backend.hpp, with its arguments.
 
-    fast: of `make_fast_calls`.
-
+    fast: a FastCalls, which runs repeated calls without Python (native/fast_calls.hpp); None: one that nobody fills.
     CompilerError where it cannot be compiled.
     """
     module = find_extension()
     options = module.StrettoOptions(milliseconds)
     return module.StrettoBackend(rank, size, cpu, cuda, dispatch, split, options, fast or module.FastCalls())
-
-
-def make_fast_calls() -> Any:
-    """Make what runs repeated calls of one group without Python (native/fast_calls.hpp). CompilerError."""
-    return find_extension().FastCalls()
 
 
 def make_work(rank: int, operation: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor] = ()) -> Any:

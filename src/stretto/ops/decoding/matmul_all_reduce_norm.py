@@ -99,6 +99,9 @@ def scaled_matmul_all_reduce_norm(
 
     x, weight and their scales are as in `scaled_matmul_all_reduce`.
     """
+    require_no_gradients(
+        "scaled_matmul_all_reduce_norm", x, weight, x_scale, weight_scale, residual, norm_weight, bias, norm_bias
+    )
     require_norm("scaled_matmul_all_reduce_norm", norm, eps)
     require_matrices("scaled_matmul_all_reduce_norm", flatten_rows("scaled_matmul_all_reduce_norm", x), weight)
     shape = *x.shape[:-1], weight.shape[0]
@@ -109,8 +112,19 @@ def scaled_matmul_all_reduce_norm(
     total = scaled_matmul_all_reduce(
         x, weight, x_scale, weight_scale, group, bias=bias, out_dtype=residual.dtype, implementation=implementation
     )
-    normed, added = add_norm(total.flatten(0, -2), operands, Norm(norm, eps))
+    normed, added = _add_norm(total.flatten(0, -2), rows, norm_weight, norm_bias, float(eps), norm)
     return normed.view_as(residual), added.view_as(residual)
+
+
+def _run_add_norm(
+    total: Tensor, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, eps: float, norm: str
+) -> tuple[Tensor, Tensor]:
+    return add_norm(total, NormOperands(None, residual, norm_weight, norm_bias), Norm(norm, eps))
+
+
+_add_norm = define_operator(
+    "add_norm", _run_add_norm, fake=lambda residual: (torch.empty_like(residual), torch.empty_like(residual))
+)
 
 
 def _run(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The Python names of the backend, its options and its Work.
+// The Python names of the backend, its options and its Work. Arguments are given by position.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -24,82 +24,37 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           },
           py::arg("memo"));
   py::class_<stretto::ScheduledWork, c10d::Work, c10::intrusive_ptr<stretto::ScheduledWork>>(module, "ScheduledWork")
-      .def(
-          py::init<int, const std::string&, std::vector<at::Tensor>, const std::vector<at::Tensor>&>(),
-          py::arg("rank"),
-          py::arg("operation"),
-          py::arg("outputs"),
-          py::arg("inputs"))
+      .def(py::init<int, const std::string&, std::vector<at::Tensor>, const std::vector<at::Tensor>&>())
       .def("succeed", &stretto::ScheduledWork::succeed, py::call_guard<py::gil_scoped_release>())
-      .def("fail", &stretto::ScheduledWork::fail, py::arg("error"));
+      .def("fail", &stretto::ScheduledWork::fail);
   py::class_<stretto::CallEnd, std::shared_ptr<stretto::CallEnd>>(module, "CallEnd")
       .def("wait", &stretto::CallEnd::wait)
       .def("query", &stretto::CallEnd::query)
       .def("synchronize", &stretto::CallEnd::synchronize, py::call_guard<py::gil_scoped_release>());
   py::class_<stretto::EnqueuedWork, c10d::Work, c10::intrusive_ptr<stretto::EnqueuedWork>>(module, "EnqueuedWork")
-      .def(
-          py::init<int, const std::string&, std::vector<at::Tensor>, std::vector<at::Tensor>>(),
-          py::arg("rank"),
-          py::arg("operation"),
-          py::arg("outputs"),
-          py::arg("tensors"))
+      .def(py::init<int, const std::string&, std::vector<at::Tensor>, std::vector<at::Tensor>>())
       .def_property_readonly("end", &stretto::EnqueuedWork::end);
   module.def(
       "set_failure_check",
       [](uint64_t summary, py::object check) {
         stretto::raise_failure.check = new py::object(std::move(check));
         stretto::raise_failure.summary = reinterpret_cast<const volatile int32_t*>(summary);
-      },
-      py::arg("summary"),
-      py::arg("check"));
+      });
   py::class_<stretto::Range>(module, "Range")
-      .def(py::init<std::string, const std::vector<at::Tensor>&>(), py::arg("name"), py::arg("tensors"))
+      .def(py::init<std::string, const std::vector<at::Tensor>&>())
       .def("__enter__", [](stretto::Range&) {})
       .def("__exit__", [](stretto::Range& self, const py::args&) { self.end(); });
   py::class_<stretto::FastCalls, std::shared_ptr<stretto::FastCalls>>(module, "FastCalls")
       .def(py::init<>())
-      .def(
-          "open",
-          &stretto::FastCalls::open,
-          py::arg("rank"),
-          py::arg("device"),
-          py::arg("launch"),
-          py::arg("is_capturing"),
-          py::arg("group_stream"),
-          py::arg("group_handle"),
-          py::arg("loaded"))
-      .def(
-          "add",
-          &stretto::FastCalls::add,
-          py::arg("operation"),
-          py::arg("outputs"),
-          py::arg("inputs"),
-          py::arg("reduction"),
-          py::arg("root"),
-          py::arg("milliseconds"),
-          py::arg("title"),
-          py::arg("ran_as"),
-          py::arg("function"),
-          py::arg("blocks"),
-          py::arg("threads"),
-          py::arg("values"),
-          py::arg("input_at"),
-          py::arg("output_at"))
-      .def(
-          "add_inner",
-          &stretto::FastCalls::add_inner,
-          py::arg("operation"),
-          py::arg("outputs"),
-          py::arg("inputs"),
-          py::arg("reduction"),
-          py::arg("root"),
-          py::arg("ran_as"))
-      .def("add_stream", &stretto::FastCalls::add_stream, py::arg("number"), py::arg("handle"))
+      .def("open", &stretto::FastCalls::open)
+      .def("add", &stretto::FastCalls::add)
+      .def("add_inner", &stretto::FastCalls::add_inner)
+      .def("add_stream", &stretto::FastCalls::add_stream)
       .def("clear", &stretto::FastCalls::clear)
       .def("hold", &stretto::FastCalls::hold)
       .def("pause", &stretto::FastCalls::pause)
       .def("release", &stretto::FastCalls::release)
-      .def("follow", &stretto::FastCalls::follow, py::arg("handle"), py::arg("end"))
+      .def("follow", &stretto::FastCalls::follow)
       .def("counts", &stretto::FastCalls::counts);
   py::class_<stretto::StrettoBackend, c10d::Backend, c10::intrusive_ptr<stretto::StrettoBackend>>(
       module, "StrettoBackend")
@@ -112,15 +67,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
               py::object,
               py::object,
               c10::intrusive_ptr<stretto::StrettoOptions>,
-              std::shared_ptr<stretto::FastCalls>>(),
-          py::arg("rank"),
-          py::arg("size"),
-          py::arg("cpu"),
-          py::arg("cuda"),
-          py::arg("dispatch"),
-          py::arg("split"),
-          py::arg("options"),
-          py::arg("fast"))
+              std::shared_ptr<stretto::FastCalls>>())
       .def_property_readonly("dispatch", &stretto::StrettoBackend::dispatch)
       .def_property_readonly("options", &stretto::StrettoBackend::options)
       // Under the name that gloo and NCCL use for it.

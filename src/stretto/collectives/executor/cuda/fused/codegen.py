@@ -21,7 +21,7 @@ from stretto.collectives.executor.cuda.variant import MAX_THREADS, Variant, read
 MIN_THREADS = 128  # of a block of any of these kernels
 WIDE_THREADS = 1024  # of a kernel whose threads need no more than 64 registers
 _MAX_WIDE_OPERATIONS = 24  # of such a thread: two-shot all-reduce of four ranks has 23, and fills the 64 registers
-PARAMETERS = (
+_OF_KERNEL = (
     ("char*", "input"),
     ("char*", "output"),
     ("State*", "state"),
@@ -29,32 +29,27 @@ PARAMETERS = (
     ("u32*", "failed"),  # the process's failure flag
     ("u64", "limit"),  # nanoseconds that a wait may take
     ("u64", "kernel"),  # the kernel's number in the workspace, for the failure report
-    ("u64", "region"),  # where the mailboxes of this protocol begin in each half of a rank's memory
-    ("u64", "half"),  # the bytes of such a half
+)
+_OF_PIECE = (
     ("u64", "stride"),  # the bytes of one mailbox
     ("u64", "block_bytes"),
     ("u64", "chunk_bytes"),
     ("u64", "begin"),  # where in each chunk the piece of this launch begins, in bytes
     ("u64", "num_vectors"),  # the vectors of the piece, each 16 bytes of a mailbox
 )
-
+PARAMETERS = (
+    *_OF_KERNEL,
+    ("u64", "region"),  # where the mailboxes of this protocol begin in each half of a rank's memory
+    ("u64", "half"),  # the bytes of such a half
+    *_OF_PIECE,
+)
 LEVEL_PARAMETERS = (
-    ("char*", "input"),
-    ("char*", "output"),
-    ("State*", "state"),
-    ("Report*", "report"),
-    ("u32*", "failed"),  # the process's failure flag
-    ("u64", "limit"),
-    ("u64", "kernel"),
+    *_OF_KERNEL,
     ("const u64*", "base"),  # the number of pieces of all calls before this one
     ("u64", "index"),  # which piece of this call it is
     ("char*", "mail"),  # the piece's mailbox set
     ("u64*", "flags"),  # and their flags
-    ("u64", "stride"),
-    ("u64", "block_bytes"),
-    ("u64", "chunk_bytes"),
-    ("u64", "begin"),
-    ("u64", "num_vectors"),
+    *_OF_PIECE,
 )
 
 
