@@ -15,7 +15,7 @@ Kind = Literal["product", "gate", "gate gradient", "weight gradient"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
-_MOST_ROWS = 1 << 30  # see `describe_ragged`
+MOST_ROWS = 1 << 30  # see `describe_ragged`
 
 # Rows an expert, on average. What is chosen from them was measured on H200, of 8 to 128 experts, uniform and skewed.
 _FEW_ROWS = 256
@@ -95,8 +95,8 @@ def _find_obstacle(n: int, operands: tuple[Tensor, ...]) -> str | None:
             return "grouped kernels are for GPUs of compute capability 9.0"
     elif not INTERPRETED:
         return f"grouped kernels run on GPUs, not on {first.device}"
-    if n > _MOST_ROWS:
-        return f"grouped kernels take up to {_MOST_ROWS} rows, not {n}"
+    if n > MOST_ROWS:
+        return f"grouped kernels take up to {MOST_ROWS} rows, not {n}"
     for operand in operands:
         if any(size * operand.element_size() % TMA_BYTES for size in operand.shape[1:]):
             return f"grouped kernels take rows and weights whose sizes are multiples of 8, not {list(operand.shape)}"
