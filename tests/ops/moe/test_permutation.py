@@ -142,7 +142,7 @@ def test_wrong_rows_and_weights_are_refused():
             moe.combine(rows, sent.handle, weights)
     with pytest.raises(ValueError, match="6 positions need as many rows or more, not 5"):
         moe.unpermute(sent.rows[:5], torch.arange(6).view(3, 2), WEIGHTS)
-    with pytest.raises(ValueError, match="k of 1 or more, .* not torch.int64 \\[3, 0\\]"):
+    with pytest.raises(ValueError, match=r"k of 1 or more, .* not torch.int64 \[3, 0\]"):
         moe.unpermute(sent.rows, IDS[:, :0], WEIGHTS[:, :0])
     few = moe.dispatch_few(X, IDS, WEIGHTS, 4)
     with pytest.raises(ValueError, match="combine: handle is a DispatchHandle, not FewHandle"):

@@ -28,17 +28,16 @@ class GroupedConfig(NamedTuple):
     blocks: tiles. n: columns of the result (with a gate, of gate and of up each); k: the step of the sum; of a weights'
     gradient, tiles are m x n of a weight, and k are rows. halves: the last rows of an expert, if they fit, take a tile
     of half the rows. is_flattened: of products; the compiler joins loops over tiles and steps, so that a tile's loads
-    begin before the last one's stores; not with halves. stores_by_tma: whether whole tiles of plain products are.
+    begin before the last one's stores, which are TMA's; not with halves.
     """
 
     blocks: Blocks
     halves: bool = False
     is_flattened: bool = False
-    stores_by_tma: bool = False
 
 
 TABLE: dict[Kind, GroupedConfig] = {
-    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1), is_flattened=True, stores_by_tma=True),
+    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1), is_flattened=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "weight gradient": GroupedConfig(Blocks(128, 128, 32, 8, 4, 6, 2)),

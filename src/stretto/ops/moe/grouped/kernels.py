@@ -141,7 +141,7 @@ def _launch_product(
     products: Tensor | None = None,
     arrivals: Arrivals | None = None,
 ) -> None:
-    (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
+    (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens = config
     experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
     tokens = None if tokens is None else tokens.contiguous()
     is_transposed = not weight[0].is_contiguous()
@@ -152,7 +152,7 @@ def _launch_product(
     if tokens is None:
         source = _describe(rows, m, k)
         half_rows = _describe(rows, m // 2, k) if halves else None
-    if stores_by_tma and epilogue != "differentiate":
+    if flattens and epilogue != "differentiate":
         given = describe_ragged(out, (m, n // 2))
     described = _describe(stored, 1, *((k, n) if is_transposed else (n, k)))
     results = out, given, inner, activated, factors, products
@@ -451,7 +451,8 @@ def sum_outer_products(  # type: ignore[no-untyped-def]
 
     One loop has the steps of all of a program's tiles, so that a tile's loads begin before the last one's stores:
     Triton joins loops by itself only where the inner one's length is the same for all tiles. It is pipelined because
-    what the next step's loads need is known before this step's product.
+    what the next step's loads need is known before this step's product. On H200 whole tiles in one store are no faster,
+    and warp specialization by Triton 3.6 (`tl.range(warp_specialize=True)`) gives wrong results, no sooner.
     """
     row_tiles, column_tiles = tl.cdiv(b, BLOCK_M), tl.cdiv(a, BLOCK_N)
     expert_tiles, programs = row_tiles * column_tiles, tl.num_programs(0)

@@ -347,16 +347,15 @@ def require_places(operator: str, offsets: Tensor, tokens: Tensor | None, rows: 
 
 
 def _require_positions(positions: Tensor | None, tokens: Tensor, count: int) -> None:
-    """ValueError unless they can be the rows of so many tokens' copies; on CPUs, unless they are."""
-    is_fit = positions is not None and positions.dtype in (torch.int64, torch.int32)
-    if positions is None or not is_fit or positions.dim() != 2 or positions.shape[0] != count:
-        shown = None if positions is None else f"{positions.dtype} {list(positions.shape)}"
+    """ValueError unless positions can be the rows of so many tokens' copies; on CPUs, unless they are."""
+    shown = None if positions is None else f"{positions.dtype} {list(positions.shape)}"
+    if positions is None or positions.is_floating_point() or positions.dim() != 2 or len(positions) != count:
         raise ValueError(
             f"grouped_matmul: the gradient of rows by tokens needs positions, int64 [{count}, k], as `permute` gives "
             f"them, not {shown}"
         )
     if positions.device.type == "cpu" and positions.numel() and not is_traced(positions, tokens):
-        own = torch.arange(count, device=positions.device)[:, None].expand_as(positions)
+        own = torch.arange(count, device="cpu")[:, None]
         if not 0 <= int(positions.min()) <= int(positions.max()) < len(tokens) or (tokens[positions] != own).any():
             raise ValueError("grouped_matmul: positions[i] are rows of token i, those at which tokens is i")
 
