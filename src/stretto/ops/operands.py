@@ -10,6 +10,7 @@ import inspect
 import reprlib
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 import torch
@@ -29,12 +30,14 @@ _R = TypeVar("_R")
 def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have a public function check the tensors among its arguments, before anything else, by `require_dense`.
 
-    Those are its parameters annotated with Tensor, alone or in a union. NotImplementedError for forward-mode
+    Those are its parameters annotated with Tensor, alone or in a union. Another operator's result, as a handle, is of
+    the annotated class; ValueError for anything else. NotImplementedError for forward-mode
     derivatives, and, by the function's name, where torch.func transforms a call and torch has no rule for that.
     """
     parameters = inspect.signature(function).parameters
     kinds = {name: _list_kinds(one.annotation) for name, one in parameters.items()}
     places = [(name, Tensor in kind) for name, kind in kinds.items()]
+    records = [(place, name) for place, name in enumerate(kinds) if _is_record(kinds[name][0])]
     operator = function.__name__
 
     @functools.wraps(function)
@@ -47,6 +50,10 @@ def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for name, given in kwargs.items():
             if not _is_dense(given) and Tensor in kinds.get(name, ()):
                 _require_kind(operator, name, kinds[name], given)
+        for place, name in records:
+            given, (kind, *_) = args[place] if place < len(args) else kwargs.get(name), kinds[name]
+            if not isinstance(given, kind):
+                raise ValueError(f"{operator}: {name} is a {kind.__name__}, not {reprlib.repr(given):.60}")
         if forward_ad._current_level >= 0:
             require_no_tangents(*(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)))
         if not torch._C._are_functorch_transforms_active():
@@ -67,6 +74,10 @@ def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def _list_kinds(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, or an annotation alone."""
     return get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+
+
+def _is_record(kind: Any) -> bool:
+    return is_dataclass(kind) or hasattr(kind, "_fields")
 
 
 def _is_dense(given: Any) -> bool:

@@ -19,7 +19,7 @@ from stretto.ops.moe.grouped.kernels import differentiate_gate, multiply, multip
 
 SEED = 590
 BLOCKS = Blocks(16, 16, 16, 2, 4, 2, 3)
-CONFIGS = [GroupedConfig(BLOCKS, halves=True), GroupedConfig(BLOCKS, stores_by_tma=True)]
+CONFIGS = [GroupedConfig(BLOCKS, halves=True), GroupedConfig(BLOCKS, is_flattened=True)]
 MANY_ROWS = find_config("weight gradient", 4096, 1)
 SIZES = {  # rows of each expert, rows of padding; a and b
     "ragged": ([5, 0, 33, 16, 1], 4, 24, 40),

@@ -230,7 +230,7 @@ def test_wrong_operands_are_refused(rows, weight, offsets, message):
 @pytest.mark.parametrize(
     ("grad", "offsets", "message"),
     [
-        (ROWS[:4], as_offsets([0, 2, 5]), "grad \\[n, b\\] and rows \\[n, a\\], not \\[4, 3\\]"),
+        (ROWS[:4], as_offsets([0, 2, 5]), "takes grad \\[n, b\\], and rows \\[n, a\\] .* not \\[4, 3\\]"),
         (ROWS.double(), as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
         (ROWS, as_offsets([[0, 2, 5]]), "offsets is \\[experts \\+ 1\\]"),
         (ROWS, as_offsets([0, 2, 5]).long(), "offsets is torch.int32, not torch.int64"),
@@ -239,6 +239,36 @@ def test_wrong_operands_are_refused(rows, weight, offsets, message):
 def test_wrong_operands_of_a_weight_gradient_are_refused(grad, offsets, message):
     with pytest.raises(ValueError, match=message):
         moe.grouped_weight_gradient(grad, ROWS, offsets)
+
+
+@pytest.mark.parametrize("count", [4, 6])
+def test_a_weight_gradient_takes_a_row_of_grad_for_each_token(count):
+    tokens = torch.zeros(5, dtype=torch.int32)
+    with pytest.raises(ValueError, match=f"\\[{count}, 3\\] and \\[5, 3\\] with \\[5\\]"):
+        moe.grouped_weight_gradient(torch.zeros(count, 3), ROWS, as_offsets([0, 2, 5]), tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (None, "needs positions, int64 \\[3, k\\], .* not None"),
+        (torch.zeros(3, 2), "not torch.float32 \\[3, 2\\]"),
+        (torch.zeros(2, 3, dtype=torch.int64), "not torch.int64 \\[2, 3\\]"),
+        (torch.tensor([[0, 9], [1, 2], [4, 5]]), "rows of token i"),
+        (torch.tensor([[0, 1], [2, 3], [4, 5]]), "rows of token i"),  # of other tokens
+    ],
+)
+def test_positions_that_would_give_other_tokens_the_gradient_are_refused(positions, message):
+    rows, tokens = torch.zeros(3, 3, requires_grad=True), torch.tensor([0, 1, 1, 0, 2, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        moe.grouped_matmul(rows, WEIGHT, as_offsets([0, 2, 6]), tokens=tokens, positions=positions)
+
+
+def test_an_activation_that_changes_a_tensors_shape_is_refused():
+    with pytest.raises(ValueError, match="made \\[1, 2\\] of \\[5, 2\\]"):
+        moe.gated_activation(torch.zeros(5, 4), lambda gate: gate[:1])
+    with pytest.raises(ValueError, match="room is -1, but must be a whole number, at least 0"):
+        moe.grouped_matmul(ROWS, WEIGHT, as_offsets([0, 2, 5]), room=-1)
 
 
 def test_projections_that_do_not_fit_and_unknown_activations_are_refused():

@@ -121,6 +121,7 @@ X, IDS, WEIGHTS = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch
         (X, IDS + 4, 4, "topk_ids has 4, but experts are numbered 0 to 3"),
         (X, IDS - 1, 4, "topk_ids has -1, but experts are numbered 0 to 3"),
         (X.to("meta"), IDS, 4, "x is on meta and topk_ids on cpu"),
+        (X, IDS, "4", "num_experts is a whole number, not '4'"),
     ],
 )
 def test_wrong_tokens_are_refused(x, ids, experts, message):
@@ -141,13 +142,21 @@ def test_wrong_rows_and_weights_are_refused():
             moe.combine(rows, sent.handle, weights)
     with pytest.raises(ValueError, match="6 positions need as many rows or more, not 5"):
         moe.unpermute(sent.rows[:5], torch.arange(6).view(3, 2), WEIGHTS)
+    with pytest.raises(ValueError, match=r"k of 1 or more, .* not torch.int64 \[3, 0\]"):
+        moe.unpermute(sent.rows, IDS[:, :0], WEIGHTS[:, :0])
+    few = moe.dispatch_few(X, IDS, WEIGHTS, 4)
+    with pytest.raises(ValueError, match="combine: handle is a DispatchHandle, not FewHandle"):
+        moe.combine(sent.rows, few.handle, WEIGHTS)
+    with pytest.raises(ValueError, match="combine_few: handle is a FewHandle, not None"):
+        moe.combine_few(rows=few.rows, handle=None)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"implementation": "fast"}, '"auto", "kernel" or "library", not \'fast\''),
-        ({"max_rows": 0}, "max_rows is 1 or more"),
+        ({"max_rows": 0}, "max_rows is 0, but must be a whole number, at least 1, or None for as many as there are"),
+        ({"max_rows": 8.0}, "max_rows is 8.0, but must be a whole number"),
         ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
         ({"reduce": "token"}, 'reduce is "rank" or "choice", not \'token\''),
     ],

@@ -87,7 +87,14 @@ def test_what_cannot_be_placed_is_refused(ranks):
         assert "the placement is of 2 experts on each of 2 ranks, and weight is [3, 2] on 2" in message
     for arguments, part_of_message in (
         (([1, 1, 1], 2, 1), "2 ranks do not divide 3 experts"),
-        (([1, -1], 2, 1), "0 or more, not -1 and 1"),
+        (([1, -1], 2, 1), "finite loads of 0 or more, not .1, -1."),
+        (([1, float("nan")], 2, 1), "finite loads of 0 or more, not .1, nan."),
+        (([1, 1], 2, 1.5), "spare is 1.5, but must be a whole number"),
+        (([1, 1], 2.0, 1), "ranks is 2.0, but must be a whole number"),
     ):
         with pytest.raises(ValueError, match=part_of_message):
             moe.place_replicas(*arguments)
+    placement = moe.place_replicas([3, 1, 1, 1], 2, 1)
+    for ids in ([[-1]], [[4]], [[1.0]]):
+        with pytest.raises(ValueError, match="spread takes ids from 0 to 3, not"):
+            placement.spread(torch.tensor(ids))

@@ -14,7 +14,7 @@ from stretto.models import GPT
 from stretto.parallel import Grid, gather, layout_of, parallelize
 from stretto.parallel.pipeline.cutting import find_stages
 from tests.parallel.experts.training import EXACT, gpt
-from tests.parallel.training import SEED, Case, batches, build, distance, plain_loss
+from tests.parallel.training import SEED, Case, batches, build, distance, my_rows, plain_loss
 
 CASE = Case(GPT, (gpt(layers=1, balance="none"),))
 
@@ -171,3 +171,29 @@ def cuts() -> tuple[int, int]:
     found = (find_stages(GPT(each), grid, StageOptions()).cuts for each in (config, dense))
     first, second = (each[1] for each in found)
     return first, second
+
+
+def change_activations(model: nn.Module, *, hooks: bool) -> nn.Module:
+    for block in model.blocks:
+        experts = block.mlp.experts
+        if hooks:
+            experts.act_fn.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        else:
+            experts.act_fn = nn.Tanh()
+    return model
+
+
+def losses_of_other_activations(sizes: dict[str, Any], hooks: bool) -> tuple[float, float]:
+    grid = Grid(**sizes)
+    tokens, targets = next(batches(CASE))
+    model = change_activations(parallelize(build(CASE, EXACT), grid), hooks=hooks)
+    rows = my_rows(grid, len(tokens))
+    loss = plain_loss(CASE, change_activations(build(CASE, EXACT), hooks=hooks), tokens, targets)
+    return float(model(tokens[rows], targets[rows])), float(loss)
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+@pytest.mark.parametrize("sizes", [{"data": 2, "expert": 2}, {"x": 2}], ids=str)
+def test_an_activation_that_is_replaced_or_hooked_after_parallelize_is_the_one_that_runs(ranks, sizes, hooks):
+    for found, expected in ranks(2).run(losses_of_other_activations, sizes, hooks):
+        assert found == pytest.approx(expected, rel=1e-12)

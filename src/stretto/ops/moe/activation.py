@@ -43,7 +43,12 @@ def gated_activation(x: Tensor, activation: Activation = "silu") -> Tensor:
     if suits_kernel(x) and is_silu(function):
         return gate_on_gpu(x)
     gate, up = x.chunk(2, -1)
-    return function(gate) * up
+    activated = function(gate)
+    if activated.shape != gate.shape:
+        raise ValueError(
+            f"an activation keeps a tensor's shape, but made {list(activated.shape)} of {list(gate.shape)}"
+        )
+    return activated * up
 
 
 def has_gate(operator: str, gate_up: Tensor, down: Tensor) -> bool:

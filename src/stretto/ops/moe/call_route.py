@@ -21,6 +21,7 @@ from stretto.ops.moe.pairs import ExpertParts
 from stretto.ops.moe.permutation import require_tokens, require_weighted
 from stretto.ops.moe.routes import CollectiveWrapper, Route, find_route
 from stretto.ops.operator import find_known, find_name, require_agreement
+from stretto.quantities import require_whole
 
 _IMPLEMENTATIONS = ("auto", "kernel", "library")
 
@@ -95,8 +96,8 @@ def check_call(
     require_tokens(operator, x, topk_ids, num_experts)
     if topk_weights is not None:
         require_weighted(operator, x, topk_weights, topk_ids.shape)
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"{operator}: max_rows is 1 or more, or None for as many as there are, not {max_rows}")
+    if max_rows is not None:
+        require_whole(f"{operator}: max_rows", max_rows, rest=", or None for as many as there are")
     group, gather_group = find_several(group), find_several(gather_group)
     _require_divisible(operator, num_experts, 1 if group is None else group.size())
     is_alone = group is None and gather_group is None

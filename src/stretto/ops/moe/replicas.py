@@ -7,6 +7,8 @@ then its replicas. `dispatch` takes slots as experts, of which `replicate` makes
 computed: each choice of a token is multiplied by the same weights once, and their gradients are summed at home.
 """
 
+import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from stretto.ops.moe.permutation import sum_dtype
 from stretto.ops.operands import takes_tensors
-from stretto.ops.operator import find_name
+from stretto.ops.operator import find_name, is_traced
+from stretto.quantities import require_whole
 
 SHARES = 64
 """An expert's tokens are divided among its slots in so many parts, by their number modulo SHARES."""
@@ -48,6 +51,10 @@ class ReplicaPlacement:
 
     def spread(self, topk_ids: Tensor) -> Tensor:
         """The slot of each choice: topk_ids [t, k] -> [t, k] of their dtype, on their device."""
+        if topk_ids.device.type == "cpu" and topk_ids.numel() and not is_traced(topk_ids):
+            low, high = (int(bound) for bound in torch.aminmax(topk_ids))
+            if topk_ids.is_floating_point() or low < 0 or high >= len(self.slots):
+                raise ValueError(f"spread takes ids from 0 to {len(self.slots) - 1}, not {low} to {high}")
         key = topk_ids.dtype, topk_ids.device
         if key not in self._tables:
             self._tables[key] = torch.tensor(self.slots, dtype=topk_ids.dtype, device=topk_ids.device)
@@ -72,12 +79,12 @@ def place_replicas(loads: Sequence[float], ranks: int, spare: int) -> ReplicaPla
     than 0 replicas.
     """
     experts = len(loads)
-    if ranks < 1 or experts % ranks or not experts:
+    require_whole("place_replicas: ranks", ranks)
+    require_whole("place_replicas: spare", spare, 0)
+    if experts % ranks or not experts:
         raise ValueError(f"place_replicas: {ranks} ranks do not divide {experts} experts")
-    if spare < 0 or min(loads) < 0:
-        raise ValueError(
-            f"place_replicas takes loads and replicas of a rank of 0 or more, not {min(loads)} and {spare}"
-        )
+    if not all(0 <= load < math.inf for load in loads):
+        raise ValueError(f"place_replicas takes finite loads of 0 or more, not {reprlib.repr(list(loads))}")
     local = experts // ranks
     spare = min(spare, experts - local)  # there are no more experts of others
     width = local + spare

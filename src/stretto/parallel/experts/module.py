@@ -261,6 +261,8 @@ class ParallelExperts(ShardedModule):
 
     def _multiply_tokens(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """The output for tokens that are sent once to a rank, and gathered there by the products."""
+        if not is_silu(self.act_fn):
+            return self._multiply_rows(x, weights, ids)
         return self._finish(self._start(x, weights, ids), x)
 
     def _start(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -287,7 +289,7 @@ class ParallelExperts(ShardedModule):
     def _finish(self, handle: Tensor, x: Tensor, *biases: Tensor) -> Tensor:
         """The output for the tokens x, which `_start` has begun to send."""
         sent, self._sent = self._sent[-1], []  # there may be one whose call an error has ended
-        if self._gathers_tokens:
+        if self._gathers_tokens and is_silu(self.act_fn):  # nobody has replaced it since, or given it hooks
             parameters, products = map(self.get_parameter, self.products), tuple(self.products.values())
             return self._complete(MultiplyTokens.apply(handle, *parameters, x, sent, products), x)
         rows = self._multiply_experts(CopyRows.apply(handle, sent, self.plan.reduce), sent.places.index.offsets, biases)

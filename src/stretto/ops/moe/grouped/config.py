@@ -15,7 +15,7 @@ Kind = Literal["product", "gate", "gate gradient", "weight gradient"]
 
 DTYPES = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
-_MOST_ROWS = 1 << 30  # see `describe_ragged`
+MOST_ROWS = 1 << 30  # see `describe_ragged`
 
 # Rows an expert, on average. What is chosen from them was measured on H200, of 8 to 128 experts, uniform and skewed.
 _FEW_ROWS = 256
@@ -28,17 +28,16 @@ class GroupedConfig(NamedTuple):
     blocks: tiles. n: columns of the result (with a gate, of gate and of up each); k: the step of the sum; of a weights'
     gradient, tiles are m x n of a weight, and k are rows. halves: the last rows of an expert, if they fit, take a tile
     of half the rows. is_flattened: of products; the compiler joins loops over tiles and steps, so that a tile's loads
-    begin before the last one's stores; not with halves. stores_by_tma: whether whole tiles of plain products are.
+    begin before the last one's stores, which are TMA's; not with halves.
     """
 
     blocks: Blocks
     halves: bool = False
     is_flattened: bool = False
-    stores_by_tma: bool = False
 
 
 TABLE: dict[Kind, GroupedConfig] = {
-    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1), is_flattened=True, stores_by_tma=True),
+    "product": GroupedConfig(Blocks(128, 256, 64, 8, 8, 3, 1), is_flattened=True),
     "gate": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "gate gradient": GroupedConfig(Blocks(128, 128, 64, 8, 8, 4, 1), halves=True),
     "weight gradient": GroupedConfig(Blocks(128, 128, 32, 8, 4, 6, 2)),
@@ -95,8 +94,8 @@ def _find_obstacle(n: int, operands: tuple[Tensor, ...]) -> str | None:
             return "grouped kernels are for GPUs of compute capability 9.0"
     elif not INTERPRETED:
         return f"grouped kernels run on GPUs, not on {first.device}"
-    if n > _MOST_ROWS:
-        return f"grouped kernels take up to {_MOST_ROWS} rows, not {n}"
+    if n > MOST_ROWS:
+        return f"grouped kernels take up to {MOST_ROWS} rows, not {n}"
     for operand in operands:
         if any(size * operand.element_size() % TMA_BYTES for size in operand.shape[1:]):
             return f"grouped kernels take rows and weights whose sizes are multiples of 8, not {list(operand.shape)}"

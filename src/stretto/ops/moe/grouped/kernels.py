@@ -21,16 +21,15 @@ from torch import Tensor
 
 from stretto import tiles
 from stretto.ops.gemm import describe_matrix, halve, order_tiles
-from stretto.ops.moe.grouped.config import GroupedConfig
+from stretto.ops.moe.grouped.config import MOST_ROWS, GroupedConfig
 from stretto.ops.moe.grouped.tile_order import Arrivals, await_channels
 from stretto.tiles.launches import launch_cached
 
-_MOST_ROWS = 1 << 30
-_WRAP = 1 << 34  # times _MOST_ROWS and 2 bytes or more: a multiple of 2^64
+_WRAP = 1 << 34  # times MOST_ROWS and 2 bytes or more: a multiple of 2^64
 _LARGEST = 0x7FFF0000
 _MANY_EXPERTS = 128  # up to so many, one compiled kernel is for any number
 
-MOST_ROWS = tl.constexpr(_MOST_ROWS)
+LAST_ROW = tl.constexpr(MOST_ROWS)
 CLEARED = tl.constexpr(1024)  # columns of padding at once
 CLEARED_ROWS = tl.constexpr(16)  # of padding, that a program claims at once
 
@@ -142,7 +141,7 @@ def _launch_product(
     products: Tensor | None = None,
     arrivals: Arrivals | None = None,
 ) -> None:
-    (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens, stores_by_tma = config
+    (m, n, k, group_rows, num_warps, num_stages, programs), halves, flattens = config
     experts, depth, offsets = weight.shape[0], weight.shape[2], offsets.contiguous()
     tokens = None if tokens is None else tokens.contiguous()
     is_transposed = not weight[0].is_contiguous()
@@ -153,7 +152,7 @@ def _launch_product(
     if tokens is None:
         source = _describe(rows, m, k)
         half_rows = _describe(rows, m // 2, k) if halves else None
-    if stores_by_tma and epilogue != "differentiate":
+    if flattens and epilogue != "differentiate":
         given = describe_ragged(out, (m, n // 2))
     described = _describe(stored, 1, *((k, n) if is_transposed else (n, k)))
     results = out, given, inner, activated, factors, products
@@ -193,7 +192,7 @@ def describe_ragged(matrix: Tensor, block: tuple[int, int]) -> Any:
     `triton.tools.ragged_tma` is the same).
     """
     stride = columns = matrix.shape[1]
-    shape, strides = (_LARGEST, _LARGEST, _MOST_ROWS, columns), (_WRAP - stride, stride, stride, 1)
+    shape, strides = (_LARGEST, _LARGEST, MOST_ROWS, columns), (_WRAP - stride, stride, stride, 1)
     return describe_matrix(matrix, (1, 1, *block), shape, strides)
 
 
@@ -436,7 +435,7 @@ def _store_ragged(matrix, block, row, end, column):  # type: ignore[no-untyped-d
     """Store the rows of a block that come before `end`."""
     rows: tl.constexpr = block.shape[0]
     columns: tl.constexpr = block.shape[1]
-    matrix.store([MOST_ROWS, end, MOST_ROWS - (end - row), column], tl.reshape(block, (1, 1, rows, columns)))
+    matrix.store([LAST_ROW, end, LAST_ROW - (end - row), column], tl.reshape(block, (1, 1, rows, columns)))
 
 
 @triton.jit(do_not_specialize=["experts", "group_rows"])
@@ -452,7 +451,8 @@ def sum_outer_products(  # type: ignore[no-untyped-def]
 
     One loop has the steps of all of a program's tiles, so that a tile's loads begin before the last one's stores:
     Triton joins loops by itself only where the inner one's length is the same for all tiles. It is pipelined because
-    what the next step's loads need is known before this step's product.
+    what the next step's loads need is known before this step's product. On H200 whole tiles in one store are no faster,
+    and warp specialization by Triton 3.6 (`tl.range(warp_specialize=True)`) gives wrong results, no sooner.
     """
     row_tiles, column_tiles = tl.cdiv(b, BLOCK_M), tl.cdiv(a, BLOCK_N)
     expert_tiles, programs = row_tiles * column_tiles, tl.num_programs(0)
@@ -488,4 +488,4 @@ def sum_outer_products(  # type: ignore[no-untyped-def]
 @triton.jit
 def _load_ragged(matrix, row, end, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
     """Load a block of a ragged descriptor; zeros from row `end` on."""
-    return tl.reshape(matrix.load([MOST_ROWS, end, MOST_ROWS - (end - row), column]), (BLOCK_M, BLOCK_N))
+    return tl.reshape(matrix.load([LAST_ROW, end, LAST_ROW - (end - row), column]), (BLOCK_M, BLOCK_N))

@@ -30,6 +30,7 @@ from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.permutation import DTYPES, sum_copies
 from stretto.ops.operands import needs_gradients, takes_tensors
 from stretto.ops.operator import Autograd, define_operator, is_traced, without_autocast
+from stretto.quantities import require_whole
 from stretto.tiles.launches import launch_cached
 
 _grouped_mm = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
@@ -69,11 +70,10 @@ def grouped_matmul(
     """
     require_operands("grouped_matmul", rows, weight, offsets)
     require_implementation(implementation)
+    require_whole("grouped_matmul: room", room, 0)
     require_places("grouped_matmul", offsets, tokens, rows)
-    if tokens is not None and positions is None and needs_gradients(rows):
-        raise ValueError(
-            "grouped_matmul: the gradient of rows by tokens needs positions [t, k], as `permute` gives them"
-        )
+    if tokens is not None and needs_gradients(rows):
+        _require_positions(positions, tokens, len(rows))
     return _multiply(rows, weight, offsets, tokens, positions, implementation, room)
 
 
@@ -93,14 +93,16 @@ def grouped_weight_gradient(
     padding is left out. Dtypes, tokens (of rows, which are [t, a] then), implementations and room are those of
     `grouped_matmul`. It has no gradient. ValueError for other shapes and dtypes.
     """
-    if grad.dim() != 2 or rows.dim() != 2 or (tokens is None and grad.shape[0] != rows.shape[0]):
+    if grad.dim() != 2 or rows.dim() != 2 or grad.shape[0] != (rows if tokens is None else tokens).shape[0]:
         raise ValueError(
-            f"grouped_weight_gradient takes grad [n, b] and rows [n, a], not {list(grad.shape)} and {list(rows.shape)}"
+            "grouped_weight_gradient takes grad [n, b], and rows [n, a] or rows [t, a] with tokens [n], not "
+            f"{list(grad.shape)} and {list(rows.shape)}{'' if tokens is None else f' with {list(tokens.shape)}'}"
         )
     _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
     if offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
     require_implementation(implementation)
+    require_whole("grouped_weight_gradient: room", room, 0)
     require_places("grouped_weight_gradient", offsets, tokens, rows)
     if needs_gradients(grad, rows):
         raise ValueError("grouped_weight_gradient has no gradients: call it under torch.no_grad()")
@@ -343,6 +345,20 @@ def require_places(operator: str, offsets: Tensor, tokens: Tensor | None, rows: 
         raise ValueError(
             f"{operator}: tokens number the {len(rows)} rows from 0 on, not {int(used.min())} to {int(used.max())}"
         )
+
+
+def _require_positions(positions: Tensor | None, tokens: Tensor, count: int) -> None:
+    """ValueError unless positions can be the rows of so many tokens' copies; on CPUs, unless they are."""
+    shown = None if positions is None else f"{positions.dtype} {list(positions.shape)}"
+    if positions is None or positions.is_floating_point() or positions.dim() != 2 or len(positions) != count:
+        raise ValueError(
+            f"grouped_matmul: the gradient of rows by tokens needs positions, int64 [{count}, k], as `permute` gives "
+            f"them, not {shown}"
+        )
+    if positions.device.type == "cpu" and positions.numel() and not is_traced(positions, tokens):
+        own = torch.arange(count, device="cpu")[:, None]
+        if not 0 <= int(positions.min()) <= int(positions.max()) < len(tokens) or (tokens[positions] != own).any():
+            raise ValueError("grouped_matmul: positions[i] are rows of token i, those at which tokens is i")
 
 
 def require_operands(operator: str, rows: Tensor, weight: Tensor, offsets: Tensor) -> None:
