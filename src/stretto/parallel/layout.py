@@ -323,4 +323,5 @@ Version = tuple[int, int, int]
 def version_of(parameter: Tensor) -> Version:
     """The version of a DTensor parameter: a write counts at the parameter or at its shard, depending on its path."""
     shard = shard_of(parameter) if isinstance(parameter, TensorOnGrid) else local(parameter)
-    return shard.data_ptr(), shard._version, parameter._version
+    with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+        return shard.data_ptr(), shard._version, parameter._version

@@ -178,7 +178,8 @@ class ShardedParameter(TensorOnGrid):
     @property
     def grad(self) -> Tensor | None:
         """The gradient, whose edits and sums are as a parameter's."""
-        found = GRAD.__get__(self)
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            found = GRAD.__get__(self)
         if type(found) in (DTensor, _Result):
             vars(found).pop("view_of", None)
             found.__class__ = ShardedParameter

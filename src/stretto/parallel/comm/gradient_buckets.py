@@ -268,7 +268,8 @@ class BucketedSums:
         """The buckets of this pass: the gradients of all trained parameters, which all ranks reduce."""
         if current.plan is None:
             assert self._order is not None
-            frozen = tuple(self.ranks.place(each) for each in self._order if not each.requires_grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                frozen = tuple(self.ranks.place(each) for each in self._order if not each.requires_grad)
             self.ranks.begin_backward()
             self.ranks.follow(("a pass in which these are frozen:", *frozen))
             if frozen not in self._plans:
@@ -315,12 +316,13 @@ def accumulate(parameter: nn.Parameter, mine: Tensor) -> None:
         with torch.no_grad():
             accumulate(parameter, mine)
         return
-    if GRAD.__get__(parameter) is not None:
-        local_gradient(parameter).add_(mine)
-        return
-    if mine.dtype != parameter.dtype:
-        [mine] = _copies([mine], [parameter.dtype])
-    GRAD.__set__(parameter, as_gradient(mine, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
+    with torch._C.DisableTorchFunctionSubclass():
+        if GRAD.__get__(parameter) is not None:
+            local_gradient(parameter).add_(mine)
+            return
+        if mine.dtype != parameter.dtype:
+            [mine] = _copies([mine], [parameter.dtype])
+        GRAD.__set__(parameter, as_gradient(mine, parameter._spec, requires_grad=False))  # type: ignore[attr-defined]
 
 
 def _accumulate_parts(found: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

@@ -102,10 +102,11 @@ class _LocalTensor(torch.autograd.Function):
             gradient = gradient.contiguous()
         if ctx.scale != 1:
             gradient = gradient * ctx.scale
-        is_hooked = not ctx.is_watched and parameter._backward_hooks
+        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            is_hooked = not ctx.is_watched and parameter._backward_hooks
         if not ctx.is_weight and (is_hooked or torch.is_grad_enabled()):  # autograd has a use for it
             return place_like(gradient, parameter), None, None
-        with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+        with torch._C.DisableTorchFunctionSubclass():
             try:
                 is_asked = parameter.requires_grad and torch._C._will_engine_execute_node(ctx.next_functions[0][0])
             except RuntimeError:  # of torch.autograd.grad

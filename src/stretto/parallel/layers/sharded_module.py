@@ -169,10 +169,10 @@ def whole_as_shards(
         found = state_dict.get(key)
         if found is parameter and has_segments(parameter):
             raise RuntimeError(
-                f"the state dict's {key} is the model's own parameter, as set_model_state_dict(broadcast_from_rank0="
-                "True) leaves it: torch writes one box of a fused parameter on each rank, and x cuts this one into "
-                "several, which now have other numbers. Broadcast rank 0's whole tensors, and load them on every rank "
-                "by load_state_dict, or by set_model_state_dict(full_state_dict=True) alone"
+                f"the state dict's {key} is the model's own parameter, as set_model_state_dict leaves it: with "
+                "broadcast_from_rank0=True torch writes one box of a fused parameter on each rank, and x cuts this one "
+                "into several, which may have other numbers now. Give every rank the whole tensors, and load them by "
+                "load_state_dict, which takes some of them, too (strict=False)"
             )
         if isinstance(found, DTensor) and isinstance(parameter, DTensor) and found.device_mesh != parameter.device_mesh:
             raise ValueError(
