@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -26,9 +27,10 @@ from transformers import (
     FalconForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
 )
 
-from stretto.parallel import Grid, gather, layout_of, parallelize, validate
+from stretto.parallel import Grid, full_parameters, gather, layout_of, parallelize, validate
 from stretto.parallel.state import require_state
 from tests.parallel import hugging_face
 from tests.parallel.training import (
@@ -232,16 +234,24 @@ def test_ranks_of_x_sample_the_tokens_that_the_first_of_them_would(ranks):
 
 
 def saved(folder: str) -> str:
-    """Return what `save_pretrained` says of a sharded model."""
+    """Return what `save_pretrained` says of a sharded model, and save it as that says."""
+    model = parallelize(small_llama(), Grid(x=2))
     with pytest.raises(ValueError) as error:
-        parallelize(small_llama(), Grid(x=2)).save_pretrained(folder)
+        model.save_pretrained(folder)
+    assert not Path(folder).exists()
+    dist.barrier()
+    with full_parameters(model):
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
     return str(error.value)
 
 
 def test_a_sharded_model_is_not_saved_in_parts_and_the_error_names_the_alternative(ranks, tmp_path):
     for message in ranks(2).run(saved, str(tmp_path / "model")):
-        assert "stretto.parallel.gather" in message
-    assert not (tmp_path / "model").exists()
+        assert "with stretto.full_parameters(model):" in message
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    for name, weight in small_llama().state_dict().items():
+        assert torch.equal(found[name], weight)
 
 
 def hidden_features(axis: str) -> tuple[Tensor, str]:

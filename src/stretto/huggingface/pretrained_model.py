@@ -147,8 +147,10 @@ def refuse_saving(model: nn.Module) -> None:
         held = model.parameters() if given is None else given.values()
         if any(isinstance(tensor, DTensor) for tensor in held):
             raise ValueError(
-                "save_pretrained does not know that parameters are cut over ranks: call stretto.parallel.gather on "
-                "each, on every rank, and pass them as state_dict=, or `stretto export` a checkpoint"
+                "save_pretrained does not know that parameters are cut over ranks: call it on rank 0 inside of `with "
+                "stretto.full_parameters(model):`, which all ranks enter; where the whole model does not fit, call "
+                "stretto.parallel.gather on each parameter, on every rank, and pass them as state_dict=, or `stretto "
+                "export` a checkpoint"
             )
         return save(*args, **kwargs)
 
