@@ -3,12 +3,9 @@
 
 import json
 
-import pytest
-
 from lab.planning.schedules import BENCH, SchedulesSetting
 
 
-@pytest.mark.long
 def test_message_driven_order_gains_where_it_has_twice_the_memory(tmp_path):
     rows = BENCH(SchedulesSetting(seeds=2), tmp_path)["rows"]
     keys = ("latency", "jitter", "order", "memory")
