@@ -44,7 +44,7 @@ def test_all_ways_train_the_same_model(ranks, tmp_path, model):
     chosen = {name: replace(ways[name], compiles="") for name in (*names, "Stretto z=2 by blocks")}
     without = {"FSDP2, torchao's fp8 rowwise": replace(ways["FSDP2, torchao's fp8 rowwise, compiled"], compiles="")}
     keep = partial(_keep, tmp_path, "kept", {}, {"Stretto z=2": {"predicted_milliseconds": 1.0}})
-    arguments = _make_workload(model, setting), chosen | without, 2, False, keep
+    arguments = _make_workload(model, setting), chosen | without, 2, keep
     *rows, missing = ranks(2).run(measure_without_torchao, *arguments)[0]
     assert "torchao cannot be imported" in missing["error"]
     assert [row.get("error") for row in rows] == [None] * len(chosen)
@@ -82,7 +82,7 @@ def test_sequences_that_ranks_cut_train_the_same_model(ranks):
     setting = TransformersSetting(ranks=2, small=True, context=True, layers=1, warm_up=0, repeats=1, rounds=1)
     ways = {name: replace(way, compiles="") for name, way in list_context_ways(2).items() if "compiled" in name}
     assert len(ways) == 4  # gathering, a ring, context=2, x=2
-    rows = ranks(2).run(measure_context, _make_workload("llama-3.75b", setting), ways, 2, False, len)[0]
+    rows = ranks(2).run(measure_context, _make_workload("llama-3.75b", setting), ways, 2, len)[0]
     assert [row.get("error") for row in rows] == [None] * len(ways)
     for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
         assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
@@ -106,7 +106,7 @@ def test_divided_and_cut_experts_train_as_those_of_fsdp2_with_a_skewed_routing(r
         "Stretto z=2 expert=2",
     )
     chosen = {name: replace(ways[name], compiles="") for name in names}
-    rows = ranks(2).run(measure_model, _make_workload(model, setting, "skewed"), chosen, 2, False, len)[0]
+    rows = ranks(2).run(measure_model, _make_workload(model, setting, "skewed"), chosen, 2, len)[0]
     assert [row.get("error") for row in rows] == [None] * len(names)
     for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
         assert row[number] == pytest.approx(rows[0][number], rel=1e-4), (row["name"], number)
@@ -137,7 +137,7 @@ def test_replicas_of_hot_experts_even_out_ranks_and_leave_the_losses_bits(ranks)
         for name, way in list_replica_ways(2).items()
         if way.replicas < 4 and way.routing != "1.5x"
     }
-    rows = ranks(2).run(measure_model, _make_workload("qwen3-30b-a3b", setting), chosen, 2, False, len)[0]
+    rows = ranks(2).run(measure_model, _make_workload("qwen3-30b-a3b", setting), chosen, 2, len)[0]
     assert [row["name"].removeprefix("Stretto z=2 expert=2, ") for row in rows] == [
         "uniform",
         "recorded",
@@ -186,7 +186,7 @@ def test_muon_hidden_or_exposed_trains_as_plain_loops_over_fsdp2_do(ranks):
     setting = TransformersSetting(ranks=2, small=True, layers=1, warm_up=2, repeats=1, rounds=1, micro_batches=2)
     every = {name: replace(way, compiles="") for name, way in list_ways(2, has_experts=False).items() if "Muon" in name}
     workload = _make_workload("llama-3.75b", setting)
-    rows = ranks(2).run(measure_at_a_large_rate, workload, every, 2, False, len)[0]
+    rows = ranks(2).run(measure_at_a_large_rate, workload, every, 2, len)[0]
     assert [row["name"] for row in rows] == [
         "FSDP2, Muon on gathered matrices, compiled",
         "FSDP2, Muon by all-to-all, compiled",
