@@ -81,7 +81,7 @@ def measure_context(*arguments):
 def test_sequences_that_ranks_cut_train_the_same_model(ranks):
     setting = TransformersSetting(ranks=2, small=True, context=True, layers=1, warm_up=0, repeats=1, rounds=1)
     ways = {name: replace(way, compiles="") for name, way in list_context_ways(2).items() if "compiled" in name}
-    assert len(ways) == 4  # gathering, a ring, context=2, x=2
+    assert len(ways) == 5  # gathering, a ring, context=2 (with and without sharded weights), x=2
     rows = ranks(2).run(measure_context, _make_workload("llama-3.75b", setting), ways, 2, len)[0]
     assert [row.get("error") for row in rows] == [None] * len(ways)
     for row, number in itertools.product(rows[1:], ("loss", "gradient_norm", "last_loss")):
