@@ -4,7 +4,7 @@
 import math
 from collections.abc import Collection, Iterator
 
-from stretto.axes import STAGE_AXES, ExpertTensor, GridSizes
+from stretto.axes import SHARDS, STAGE_AXES, ExpertTensor, GridSizes
 from stretto.planner.architecture import Architecture
 
 
@@ -86,7 +86,8 @@ def why_impossible(model: Architecture, grid: GridSizes, batch: int) -> str | No
         if not linear.stores_inputs_first:
             rows = linear.outputs * linear.copies(grid) // cut
         if rows % grid.shards:
-            return f"z={grid.shards} does not divide the {rows} rows of {linear.name} that a rank has"
+            over = " x ".join(grid.axes_of(SHARDS))
+            return f"{over}={grid.shards} does not divide the {rows} rows of {linear.name} that a rank has"
     if model.moe is not None and (why := why_no_experts(model, grid)):
         return why
     for count, what in ((model.vocab, "a vocabulary"), (model.labels, "a head")):

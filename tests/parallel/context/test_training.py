@@ -775,6 +775,13 @@ def test_models_whose_sequences_cannot_be_cut_are_refused_by_name(make, words):
     assert "context is 2, but" in str(caught.value)
 
 
+def test_rows_that_context_does_not_shard_are_named_with_its_ranks():
+    with torch.device("meta"):
+        model = GPT(gpt())
+    with pytest.raises(ValueError, match=r"32 weight rows cannot be split over context x z=3; .* choose context x z=2"):
+        validate(model, {"context": 3, **SHARDS})
+
+
 def test_positions_that_are_not_places_must_be_given():
     """RoBERTa counts from its padding's id; OPT leaves padding before a row out. Others number the places."""
     before, after = torch.ones(2, 2, 4, dtype=torch.long).unbind()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from stretto.axes import LOSS, GridSizes, check_sizes, group_sizes, layout_sizes
+from stretto.axes import LOSS, SHARDS, GridSizes, check_sizes, group_sizes
 from stretto.huggingface.experts import ExpertsKind, experts_kind
 from stretto.huggingface.formulas import UnknownRolesError, check_loss, embedding_scale, norm_kind
 from stretto.huggingface.refusals import refusal_of_sharded_sequence
@@ -169,9 +169,7 @@ def _hidden(modules: Mapping[str, nn.Module], plan: ShardingPlan) -> int | None:
     return None
 
 
-def _check_module(
-    name: str, module: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int], hidden: int | None
-) -> None:
+def _check_module(name: str, module: nn.Module, plan: ShardingPlan, sizes: GridSizes, hidden: int | None) -> None:
     role = plan.roles[name]
     if role.role != "loss":
         parts = {part for part, _ in module.named_parameters(recurse=False)}
@@ -351,9 +349,7 @@ def _check_shared(modules: Mapping[str, nn.Module], plan: ShardingPlan, sizes: G
                 )
 
 
-def _check_linear(
-    name: str, module: nn.Module, plan: ShardingPlan, sizes: Mapping[str, int], hidden: int | None
-) -> None:
+def _check_linear(name: str, module: nn.Module, plan: ShardingPlan, sizes: GridSizes, hidden: int | None) -> None:
     role, is_transposed = plan.roles[name], name in plan.transposed
     if name not in plan.linears:
         _expect(name, module, role, nn.Linear)
@@ -381,7 +377,7 @@ def _check_linear(
     axis = input_axis if is_transposed else output_axis
     rows = (inputs if is_transposed else outputs) // (1 if axis is None else sizes[axis] // role.copies)
     of_rank = "" if axis is None else f" (its rows, of which each {axis} rank has {rows})"
-    check_divides(rows, layout_sizes(sizes)["z"], "z", f"{name}{of_rank}", "weight rows")
+    check_divides(rows, sizes.shards, " x ".join(sizes.axes_of(SHARDS)), f"{name}{of_rank}", "weight rows")
 
 
 def _check_vocabulary(name: str, vocab: int, role: Role, sizes: Mapping[str, int]) -> None:
