@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.ops.operands import random_of, relative_error
 
 from stretto import ops
+from stretto.ops.operator import define_operator
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
@@ -246,3 +247,18 @@ def compile_an_mlp(shape):
 @pytest.mark.long
 def test_torch_compile_takes_them_without_a_graph_break(interpret):
     assert interpret(2, compile_an_mlp, (16, 32, 16), timeout=200.0) == [[True] * 4] * 2
+
+
+def test_what_has_no_gradients_is_not_detached_in_silence():
+    """As a kernel's results are: gradients of experts under `create_graph=True`, for one."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x.detach() * 2
+
+    double = define_operator("tests_double", run, fake=lambda x: torch.empty_like(x))
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        double(x).sum().backward()
+    assert not double(x.detach()).requires_grad
+    with torch.no_grad():
+        assert not double(x).requires_grad

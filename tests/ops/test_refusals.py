@@ -122,7 +122,7 @@ OF_ANOTHER_KIND = {
     ),
     "positions elsewhere": (
         lambda: moe.unpermute(torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int64, device="meta"), torch.ones(2, 2)),
-        r"unpermute: positions is int64 or int32 \[t, k\] on cpu, not torch.int64 \[2, 2\] on meta",
+        r"unpermute: positions is int64 or int32 \[t, k\], k of 1 or more, on cpu, not torch.int64 \[2, 2\] on meta",
     ),
     "a gradient of a gradient": (
         lambda: moe.grouped_weight_gradient(

@@ -51,9 +51,9 @@ def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if not _is_dense(given) and Tensor in kinds.get(name, ()):
                 _require_kind(operator, name, kinds[name], given)
         for place, name in records:
-            given, (kind, *_) = args[place] if place < len(args) else kwargs.get(name), kinds[name]
-            if not isinstance(given, kind):
-                raise ValueError(f"{operator}: {name} is a {kind.__name__}, not {reprlib.repr(given):.60}")
+            given = args[place] if place < len(args) else kwargs.get(name)
+            if not isinstance(given, kinds[name]):  # a record, or where the annotation has it, None
+                raise ValueError(f"{operator}: {name} is a {kinds[name][0].__name__}, not {reprlib.repr(given):.60}")
         if forward_ad._current_level >= 0:
             require_no_tangents(*(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)))
         if not torch._C._are_functorch_transforms_active():

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
 from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
 from stretto.memory.copy_engine import find_current
-from stretto.ops.operands import is_differentiated, require_no_tangents
+from stretto.ops.operands import is_differentiated, needs_gradients, require_no_tangents
 from stretto.tiles import BlockChannel, PutChannel
 
 CHANNELS = 32
@@ -107,7 +107,8 @@ def define_operator(
             if not out.is_inference():  # autograd is told of the write, which torch does not see
                 torch.autograd.graph.increment_version(out)
             return results
-        if is_traced(*operands):
+        # Of an operator without gradients torch's call raises an error where its result is differentiated.
+        if is_traced(*operands) or (function is None and needs_gradients(*operands)):
             require_no_tangents(*operands)
             return operator(*inputs)
         if function is None:

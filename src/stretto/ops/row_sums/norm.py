@@ -78,8 +78,7 @@ def invariant_norm(
 ) -> Tensor:
     """The norm of rows [..., n] with the bits of `all_reduce_norm` with invariant=True; rounded once, to x's dtype.
 
-    norm: "rms" or "layer". weight, bias: [n] of any floating-point dtype. Differentiable, once. ValueError for
-    other input.
+    norm: "rms" or "layer". weight, bias: [n] of any floating-point dtype. Differentiable. ValueError for other input.
     """
     require_norm("invariant_norm", norm, eps)
     if x.dim() < 1 or not x.is_floating_point():
@@ -109,15 +108,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """By torch's derivatives of the norm that is not exact."""
+    """By torch's derivatives of the norm that is not exact, which have some if `create_graph=True` asks for them."""
     eps, norm, offset = ctx.norm
-    saved = [None if one is None else one.detach().requires_grad_() for one in ctx.saved_tensors]
+    is_again = torch.is_grad_enabled()
+    saved = [
+        one if one is None or (is_again and one.requires_grad) else one.detach().requires_grad_()
+        for one in ctx.saved_tensors
+    ]
     x, weight, bias = saved
     assert x is not None
     assert weight is not None
     with torch.enable_grad():
         out = normalize_by_torch(x, weight, bias, Norm(norm, eps, offset))
-    found = iter(torch.autograd.grad(out, [one for one in saved if one is not None], grad))
+    wanted = [one for one in saved if one is not None]
+    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=is_again))
     return *(None if one is None else next(found) for one in saved), None, None, None
 
 
