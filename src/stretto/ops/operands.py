@@ -30,14 +30,14 @@ _R = TypeVar("_R")
 def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have a public function check the tensors among its arguments, before anything else, by `require_dense`.
 
-    Those are its parameters annotated with Tensor, alone or in a union. Another operator's result, as a handle, is of
-    the annotated class; ValueError for anything else. NotImplementedError for forward-mode
-    derivatives, and, by the function's name, where torch.func transforms a call and torch has no rule for that.
+    Those are its parameters annotated with Tensor, alone or in a union. What another operator returned, as a handle,
+    is of the class that it is annotated with, or a ValueError. NotImplementedError for forward-mode derivatives, and,
+    by the function's name, where torch.func transforms a call and torch has no rule for that.
     """
     parameters = inspect.signature(function).parameters
     kinds = {name: _list_kinds(one.annotation) for name, one in parameters.items()}
     places = [(name, Tensor in kind) for name, kind in kinds.items()]
-    records = [(place, name) for place, name in enumerate(kinds) if _is_record(kinds[name][0])]
+    records = [(place, name) for place, name in enumerate(kinds) if all(map(_is_record, kinds[name]))]
     operator = function.__name__
 
     @functools.wraps(function)
