@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stretto import ops
 from stretto.ops import moe
+from stretto.ops.embedding.backward import TableUpdate
+from stretto.ops.operands import takes_tensors
 from stretto.ops.scaled import FP8, all_gather_scaled_matmul_gathered
 
 
@@ -139,6 +141,17 @@ OF_ANOTHER_KIND = {
         r"experts_mlp takes gate_up .* and down \[e, h, f\], not \[1, 8, 8\] and \[\]",
     ),
 }
+
+
+def test_a_record_that_may_be_left_out_is_none_or_one_of_its_class():
+    @takes_tensors
+    def read(x: torch.Tensor, ahead: TableUpdate | None = None) -> TableUpdate | None:
+        return ahead
+
+    update = TableUpdate("sgd", torch.ones(2))
+    assert (read(torch.ones(1)), read(torch.ones(1), update)) == (None, update)
+    with pytest.raises(ValueError, match="read: ahead is a TableUpdate, not 3"):
+        read(torch.ones(1), 3)
 
 
 @pytest.mark.parametrize("name", OF_ANOTHER_KIND)

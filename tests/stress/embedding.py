@@ -71,8 +71,9 @@ class EmbeddingCase(StressCase):
         self._tables = [self._draw_table(self._rank, number) for number in range(len(self._dims(self._rank)))]
         self._inputs = [self._draw_indices(entry, self._rank) for entry in range(ENTRIES)]
         # Adam's columns are of table_settings.
-        settings = [[1.0, 1e-8, 0.0, float("inf"), 0.125, 0.125]] * len(self._tables)
-        self._settings = torch.tensor(settings if look_up.action == "adam" else settings[0][:2], device=team.device)
+        own: list[Any] = [1.0, 1e-8, 0.0, float("inf"), 0.125, 0.125]
+        settings = [own] * len(self._tables) if look_up.action == "adam" else own[:2]
+        self._settings = torch.tensor(settings, device=team.device)
         if look_up.action == "stochastic":
             self._settings[0] = 0.3
         count = {"adagrad": 1, "full-adagrad": 1, "adam": 2}.get(look_up.action, 0)

@@ -154,7 +154,7 @@ class HostStateCase(StressCase):
             store.finish()
             store.step(0.25)
         store.residence.synchronize()
-        return store.weights.clone(), *(array.to(store.device, copy=True) for array in store.slots(0).values())
+        return store.weights.flat.clone(), *(array.to(store.device, copy=True) for array in store.slots(0).values())
 
     def call(self, entry: int) -> Sequence[Check]:
         found = self._step(self._stores[0], entry)

@@ -267,6 +267,7 @@ class Engine:
                     self._lockstep.name_failed(error)
                 raise
 
+    @torch.inference_mode(mode=False)  # or calls outside of it could not write to what graphs and workspaces keep
     def _step(self) -> bool:
         self._require_open()
         if self.model.training:  # a trainer's call for all of its models; dropout would change tokens

@@ -37,7 +37,7 @@ def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
     parameters = inspect.signature(function).parameters
     kinds = {name: _list_kinds(one.annotation) for name, one in parameters.items()}
     places = [(name, Tensor in kind) for name, kind in kinds.items()]
-    records = [(place, name) for place, name in enumerate(kinds) if all(map(_is_record, kinds[name]))]
+    records = [(place, name) for place, name in enumerate(kinds) if _is_record(kinds[name][0])]
     operator = function.__name__
 
     @functools.wraps(function)

@@ -170,7 +170,8 @@ def test_an_exact_norm_has_gradients_and_they_have_some():
     x, weight = random_of(1, 3, 16).requires_grad_(), random_of(2, 16).requires_grad_()
 
     def differentiate(norm):
-        first = torch.autograd.grad(norm(x).pow(3).sum(), (x, weight), create_graph=True)
+        # Twice, so that the second one's x is computed of its weight.
+        first = torch.autograd.grad(norm(norm(x).sin()).pow(3).sum(), (x, weight), create_graph=True)
         return *first, *torch.autograd.grad(first[0].square().sum() + first[1].sum(), (x, weight))
 
     found = differentiate(partial(ops.invariant_norm, weight=weight, eps=EPS))

@@ -110,7 +110,7 @@ def arrive_all(rows, counts, rank, near, channels=2):
 def compare_products():
     """Which products in the order of arrival, in one node and in two, have the bits of those expert by expert."""
     sizes, padding, counts = [5, 0, 33, 16, 1], 20, [20, 15]
-    config, offsets, total = GroupedConfig(BLOCKS, stores_by_tma=True), make_offsets(sizes), sum(sizes)
+    config, offsets, total = GroupedConfig(BLOCKS, is_flattened=True), make_offsets(sizes), sum(sizes)
     generator = torch.Generator().manual_seed(SEED)
     places = [torch.randperm(sum(counts), generator=generator)[:size].sort().values for size in sizes]
     places = torch.cat([*places, torch.full((padding,), 1 << 30)]).to(torch.int32)  # of padding, is not read
@@ -180,7 +180,7 @@ def return_in_parts():
     x, weight = draw(SEED + 2 + rank, 20, 16).bfloat16(), draw(SEED + rank, 2, 40, 16).bfloat16()
     places = find_places(x, ids, weights, 4, group, implementation="kernel")
     sent, numbers = places.route.send(lambda: x, call), places.index.places
-    config, parts = GroupedConfig(BLOCKS, stores_by_tma=True), []
+    config, parts = GroupedConfig(BLOCKS, is_flattened=True), []
 
     rows = sent[numbers.long()]
 

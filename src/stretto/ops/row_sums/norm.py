@@ -111,8 +111,9 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """By torch's derivatives of the norm that is not exact, which have some if `create_graph=True` asks for them."""
     eps, norm, offset = ctx.norm
     is_again = torch.is_grad_enabled()
+    # Views: x may have been computed of this very weight, and what goes that way is not of this call.
     saved = [
-        one if one is None or (is_again and one.requires_grad) else one.detach().requires_grad_()
+        one if one is None else one.view_as(one) if is_again and one.requires_grad else one.detach().requires_grad_()
         for one in ctx.saved_tensors
     ]
     x, weight, bias = saved

@@ -88,8 +88,9 @@ def scale_gradients(gradients: Iterable[Tensor], scale: Tensor) -> None:
         if torch.promote_types(dtype, torch.float32) == dtype:
             torch._foreach_mul_(some, scale.to(dtype.to_real()))
         else:
+            wide = scale.float()  # once, where the norm is fp64
             for gradient in some:
-                scale_by(gradient, scale, out=gradient)
+                scale_by(gradient, wide, out=gradient)
 
 
 def scale_by(tensor: Tensor, factor: Tensor, *, out: Tensor | None = None) -> Tensor:
