@@ -222,3 +222,76 @@ def steps_skipped_for_one_experts_infinity() -> float:
 
 def test_all_ranks_skip_a_step_for_an_infinity_of_one_ranks_expert(ranks):
     assert ranks(2).run(steps_skipped_for_one_experts_infinity) == [1.0, 1.0]
+
+
+def gradients_of_written_weights(sizes: dict[str, int], options: dict[str, Any]) -> list[str]:
+    """The weights that, written between a forward pass and its backward pass, leave it other gradients in silence."""
+    torch.manual_seed(0)
+    config = GPTConfig(
+        layers=2, hidden=8, heads=2, vocab=13, max_seq_len=8, tie_embeddings=False, num_experts=2, moe_layers=(1,)
+    )
+    model = parallelize(GPT(config), Grid(**sizes), **options)
+    tokens, others = torch.arange(16).view(2, 8) % 13, dict(model.named_parameters())
+
+    def gradients(write: Callable[[], object]) -> dict[str, Tensor]:
+        model.zero_grad()
+        loss = model(tokens, tokens)
+        write()
+        loss.backward()
+        return {name: gather(p.grad) for name, p in others.items() if p.grad is not None}
+
+    def double(p: Any) -> None:
+        with torch.no_grad():
+            p.mul_(2)
+
+    def step(p: Any, optimizer: Callable[..., torch.optim.Optimizer], **how: Any) -> None:
+        p.grad = torch.ones_like(p)
+        optimizer([p], lr=0.1, **how).step()
+        p.grad = None
+
+    right, silent, refused = gradients(lambda: None), [], set()
+    writes: dict[str, Callable[[Any], None]] = {
+        "doubled": double,
+        "a view": lambda p: double(p.detach()[:1]),
+        "AdamW": lambda p: step(p, torch.optim.AdamW),
+        "fused AdamW": lambda p: step(p, torch.optim.AdamW, fused=True),
+        "foreach SGD": lambda p: step(p, torch.optim.SGD, foreach=True),
+        "Stretto's AdamW": lambda p: step(p, AdamW),
+    }
+    for name, p in others.items():
+        before = p.detach().clone()
+        for what, write in writes.items() if name == "blocks.0.mlp.down.weight" else [("doubled", double)]:
+            try:
+                found = gradients(lambda p=p, write=write: write(p))
+            except RuntimeError as error:
+                assert "modified" in str(error), error
+                refused.add(name)
+            else:
+                if any(not torch.equal(found[each], right[each]) for each in right):
+                    silent.append(f"{name}: {what}")
+            with torch.no_grad():
+                p.copy_(before)
+    p = others["blocks.0.mlp.down.weight"]
+    if "data" in sizes and not options:
+        assert {"blocks.0.mlp.down.weight", "blocks.0.mlp_norm.weight"} <= refused, refused
+        gradients(lambda: p.data.mul_(2))  # which autograd does not see in plain PyTorch
+    return silent
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"data": 2}, {}),
+        pytest.param({"data": 2, "expert": 2}, {}, marks=pytest.mark.long),
+        pytest.param({"z": 2}, {}, marks=pytest.mark.long),
+        pytest.param({"y": 2}, {}, marks=pytest.mark.long),
+        ({"x": 2}, {"shard_sequence": True}),
+        ({"z": 2}, {"reshard": "after_forward"}),
+        ({"data": 2}, {"reshard": "after_forward"}),
+        ({"z": 2}, {"blocks": ["blocks.*"], "reshard": "after_forward"}),
+        ({"data": 2}, {"blocks": ["blocks.*"]}),
+    ],
+    ids=str,
+)
+def test_no_backward_pass_takes_weights_that_were_written_since_its_forward_pass(ranks, sizes, options):
+    assert ranks(2).run(gradients_of_written_weights, sizes, options) == [[], []]

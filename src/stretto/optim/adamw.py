@@ -92,7 +92,8 @@ class AdamW(torch.optim.AdamW):
             scale_gradients(gradients, scale)
         with skipping_after_failure(self, skip):
             unhooked(torch.optim.AdamW.step)(self)
-        torch.autograd.graph.increment_version([parameter for found in groups for parameter, *_ in found])
+        for found in groups:
+            _count_writes(found)
         return loss
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -149,9 +150,14 @@ class AdamW(torch.optim.AdamW):
         left = torch.ones_like(counts) - group["lr"] * group["weight_decay"]
         corrections = torch.stack((group["lr"] / first_rest, second_rest.rsqrt(), left), dim=1).float()
         launch([updates[number] for number in order], corrections, scale, failed, group)
-        torch.autograd.graph.increment_version([parameter for parameter, *_ in found])  # as torch's own writes do
+        _count_writes(found)
         for copy, parameter in copies:
             copy.close(parameter)
+
+
+def _count_writes(found: list[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+    """Have versions show a step, as torch's own writes do: the parameters', and the shards', which autograd saves."""
+    torch.autograd.graph.increment_version([each for parameter, mine, _ in found for each in (parameter, mine)])
 
 
 def call(closure: Callable[[], Any] | None, scale: Tensor | None) -> Any:

@@ -325,3 +325,10 @@ def version_of(parameter: Tensor) -> Version:
     shard = shard_of(parameter) if isinstance(parameter, TensorOnGrid) else local(parameter)
     with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
         return shard.data_ptr(), shard._version, parameter._version
+
+
+def writes_of(parameter: Any) -> int:
+    """A number that changes as autograd's own when a parameter's shard is written: by writes through `.data` it does
+    not."""
+    shard = shard_of(parameter)
+    return -1 if shard.is_inference() else shard._version

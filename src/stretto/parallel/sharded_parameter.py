@@ -453,9 +453,14 @@ def write_whole(parameter: Tensor, whole: Tensor, *, from_first: bool) -> None:
 
 
 def _count_writes(written: Sequence[Tensor]) -> None:
-    """Have the parameters' versions show writes through `.data`, and of functions on many tensors."""
-    parameters = [_parameter_of(each) for each in written]
-    torch.autograd.graph.increment_version([each for each in parameters if not each.is_inference()])
+    """Have versions show writes: the parameters', also those through `.data`, and of functions on many tensors; and the
+    shards', which autograd has saved, those of which the parameter's own version would tell it in plain PyTorch."""
+    with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+        pairs = [(each, of) for each in written if not (of := _parameter_of(each)).is_inference()]
+        before = [each._version for each, _ in pairs]
+        torch.autograd.graph.increment_version([of for _, of in pairs])
+        shared = [of for (each, of), version in zip(pairs, before, strict=True) if each._version != version]
+        torch.autograd.graph.increment_version([of._local_tensor for of in shared])  # type: ignore[attr-defined]
 
 
 def _takes_no_plain_operand(func: Any, args: Any, kwargs: Any) -> bool:

@@ -266,10 +266,11 @@ class StoredOptimizer:
         """After the store has written the weights."""
         if self._pruned is not None:
             self._pruned.write_rows()
-        # Kernels of the store do not count versions, which show that gathered weights are stale.
+        # Kernels of the store do not count versions, which show that gathered weights, or an earlier pass's, are stale.
         parameters = list(self.parameters.values())
-        torch.autograd.graph.increment_version(parameters)
+        shards = [parameter._local_tensor for parameter in parameters]  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():  # torch 2.11 calls Python at each read
+            torch.autograd.graph.increment_version([*parameters, *shards])
             self._versions = [parameter._version for parameter in parameters]
 
     def zero_grad(self) -> None:

@@ -20,8 +20,8 @@ FREED = (
     "retain_graph=True to the first"
 )
 MODIFIED = (
-    "a weight of a compiled module has been modified by an inplace operation between its forward and its backward "
-    "pass: take the backward pass first"
+    "a weight has been modified by an inplace operation between its forward and its backward pass: take the backward "
+    "pass first"
 )
 
 

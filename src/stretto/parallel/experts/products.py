@@ -26,6 +26,7 @@ from stretto.parallel.comm.collectives import Pending, all_reduce, collective, o
 from stretto.parallel.comm.kept_outputs import is_given_back, is_recomputed, keep_output
 from stretto.parallel.experts.replicas import ExpertReplicas
 from stretto.parallel.layers.weight_shard import WeightShard
+from stretto.parallel.layout import writes_of
 
 T = TypeVar("T")
 
@@ -64,6 +65,11 @@ class ExpertProduct:
         if placement is None or self.replicas is None:
             return rows
         return self.replicas.hold(rows, placement, parameter if is_recorded else None)
+
+    def gather_again(self, parameter: Tensor, placement: ReplicaPlacement | None, writes: int) -> Any:
+        """The same in the backward pass, which refuses a parameter that was written since the forward pass."""
+        self.shard.check_unwritten(parameter, writes)
+        return self.gather(parameter, placement)
 
     @property
     def placement(self) -> ReplicaPlacement | None:
@@ -159,6 +165,7 @@ class MultiplyRows(torch.autograd.Function):
         placement = plan.placement
         weight = plan.orient(plan.gather(parameter, placement, is_recorded=bool(ctx.next_functions)))
         ctx.plan, ctx.parameter, ctx.placement = plan, parameter, placement
+        ctx.writes = None if plan.keeps_weights else writes_of(parameter)
         ctx.save_for_backward(rows, offsets, *plan.pack(weight))
         return plan.multiply(rows, weight, offsets)
 
@@ -170,7 +177,7 @@ class MultiplyRows(torch.autograd.Function):
         gradient, pending = gradient.contiguous(), None
         if ctx.needs_input_grad[0]:
             if weight is None:
-                weight = plan.orient(plan.gather(ctx.parameter, ctx.placement))
+                weight = plan.orient(plan.gather_again(ctx.parameter, ctx.placement, ctx.writes))
             else:
                 weight = plan.unpack(weight, scale)
             grad_rows = plan.differentiate_rows(gradient, weight, offsets)
@@ -293,6 +300,7 @@ class MultiplyTokens(torch.autograd.Function):
         whole_down = of_down.gather(down, placement, is_recorded=is_recorded)
         ctx.products, ctx.up, ctx.down, ctx.places, ctx.placement = products, up, down, places, placement
         ctx.returning = sent.returning
+        ctx.writes = None if products[0].keeps_weights else (writes_of(up), writes_of(down))
         kept = [one if products[0].keeps_weights else None for one in (gate_up, whole_down)]  # both do, or none
         sorted_by = index.slots, index.places, index.positions, is_here, index.offsets
         ctx.save_for_backward(tokens, weights, inner, *sorted_by, *kept)
@@ -309,7 +317,7 @@ class MultiplyTokens(torch.autograd.Function):
         gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
         rows = places.spread(gradient, arrivals) if is_asked_for(ctx, 2) else None
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
-        down = of_down.gather(ctx.down, placement) if down is None else down
+        down = of_down.gather_again(ctx.down, placement, ctx.writes[1]) if down is None else down
         of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors, arrivals)
         if arrivals is not None:
             arrivals.wait()
@@ -317,7 +325,7 @@ class MultiplyTokens(torch.autograd.Function):
             of_down.make_weight_gradient(ctx.down, gated, rows, offsets, placement)
         needs_x = ctx.needs_input_grad[0] and returning.needs_x
         if needs_x:
-            up = of_up.gather(ctx.up, placement) if up is None else up
+            up = of_up.gather_again(ctx.up, placement, ctx.writes[0]) if up is None else up
             transposed = up.transpose(1, 2)
             returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
         if is_asked_for(ctx, 1):

@@ -43,12 +43,12 @@ from stretto.parallel.comm.autograd import (
 )
 from stretto.parallel.comm.collectives import Pending, start_gather_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
-from stretto.parallel.comm.recorded_code import SavedView
+from stretto.parallel.comm.recorded_code import MODIFIED, SavedView
 from stretto.parallel.comm.two_level import TwoLevels
 from stretto.parallel.comm.weight_gathering import WeightGatherer, WeightToGather
 from stretto.parallel.layers.held_tensors import ParameterPlace, check_places, hold_and_check, put
 from stretto.parallel.layers.local_tensors import LocalTensors
-from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of
+from stretto.parallel.layout import TensorOnGrid, Version, layout_of, local, shard_of, writes_of
 from stretto.parallel.precision import Precision
 
 
@@ -450,9 +450,12 @@ class BlockShard:
             if not isinstance(saved, SavedView):
                 assert isinstance(saved, Tensor)
                 return saved
-            return self._get_again(saved.number).as_strided(saved.size, saved.stride, saved.offset)
+            whole = self._get_again(saved.number)
+            if writes[saved.number] != writes_of(self.parameters[saved.number]):
+                raise RuntimeError(MODIFIED)
+            return whole.as_strided(saved.size, saved.stride, saved.offset)
 
-        dtypes = [whole.dtype for whole in wholes]
+        dtypes, writes = [whole.dtype for whole in wholes], list(map(writes_of, self.parameters))
         return saved_tensors_hooks(pack, unpack)
 
     def _checking_kept(self) -> AbstractContextManager[Any]:

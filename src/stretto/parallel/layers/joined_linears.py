@@ -17,6 +17,7 @@ from stretto.parallel.comm.graph_functions import GraphCode
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.sharded_module import note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards, TokenStandIn
+from stretto.parallel.layout import writes_of
 
 
 class JoinedLinears:
@@ -109,9 +110,10 @@ class _OneProduct(torch.autograd.Function):
             for plan, parameter in zip(plans, parameters, strict=True)
         ]
         y, x = plans[0].make_output(x, _join(plans, [weight.rows for weight in weights]), bias, gathered)
-        ctx.plans, ctx.parameters, ctx.versions = plans, parameters, [weight.version for weight in weights]
+        ctx.plans, ctx.parameters, keeps = plans, parameters, plans[0].keeps_weights
+        ctx.versions = [weight.version for weight in weights] if keeps else list(map(writes_of, parameters))
         ctx.has_bias = bias is not None
-        ctx.save_for_backward(x, *(weight.rows if plans[0].keeps_weights else None for weight in weights))
+        ctx.save_for_backward(x, *(weight.rows if keeps else None for weight in weights))
         return y
 
     @staticmethod

@@ -50,7 +50,7 @@ from stretto.parallel.layers.local_tensors import TakeGradient
 from stretto.parallel.layers.sharded_module import ShardedModule, check_features, note_features, refuse_compiler
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards
 from stretto.parallel.layers.weight_shard import WeightShard
-from stretto.parallel.layout import Version, local
+from stretto.parallel.layout import local, writes_of
 
 if TYPE_CHECKING:
     from stretto.parallel.layers.joined_linears import JoinedLinears
@@ -370,10 +370,14 @@ class LinearPlan:
         return torch.cat([rows[some] for some in self.used_rows]) if self.used_rows else rows
 
     def weight_for_backward(
-        self, kept: Tensor | None, parameter: Tensor, version: Version | None, scale: Tensor | None = None
+        self, kept: Tensor | None, parameter: Tensor, version: Any, scale: Tensor | None = None
     ) -> GatheredWeight:
-        """The weight of the forward pass, kept or gathered again. RuntimeError if it was overwritten since."""
+        """The weight of the forward pass, kept or gathered again. RuntimeError if it was overwritten since.
+
+        version: that of the kept weight; `writes_of` the parameter if it is gathered again.
+        """
         if kept is None:
+            self.shard.check_unwritten(parameter, version)
             return self.shard.gather(parameter)
         if self.shard.was_overwritten(version):
             raise RuntimeError(
@@ -452,7 +456,8 @@ class _Linear3D(torch.autograd.Function):
         wants_columns = may_share and ctx.saver is None and bool(ctx.next_functions) and parameter.requires_grad
         how = {"may_share": may_share, "wants_columns": wants_columns}
         y, x = plan.make_output(x, plan.matrix(weight), bias, gathered, **how)
-        ctx.plan, ctx.has_bias, ctx.parameter, ctx.version = plan, bias is not None, parameter, weight.version
+        ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
+        ctx.version = weight.version if plan.keeps_weights else writes_of(parameter)
         if ctx.saver is None:
             ctx.save_for_backward(*_pack(x, weight if plan.keeps_weights else None))
         return y

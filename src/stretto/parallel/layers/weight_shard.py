@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stretto.parallel.comm.collectives import Pending, start_scatter_narrow_rows, start_scatter_rows
 from stretto.parallel.comm.gradient_reducer import GradientReducer
+from stretto.parallel.comm.recorded_code import MODIFIED
 from stretto.parallel.comm.weight_gathering import (
     GatheredWeight,
     StepGatherer,
@@ -20,7 +21,7 @@ from stretto.parallel.comm.weight_gathering import (
     WeightGatherer,
     WeightToGather,
 )
-from stretto.parallel.layout import TensorOnGrid, Version, local, version_of
+from stretto.parallel.layout import TensorOnGrid, Version, local, version_of, writes_of
 from stretto.parallel.low_precision_weights import cast, keep_copy
 from stretto.parallel.precision import Precision
 
@@ -77,6 +78,12 @@ class WeightShard:
         if is_recorded:
             return GatheredWeight(cast(parameter, self.precision.compute))
         return GatheredWeight(self.precision.cast(local(parameter)))
+
+    def check_unwritten(self, parameter: Tensor, writes: int) -> None:
+        """Raise RuntimeError if a weight that a backward pass gathers again was written since its forward pass, which
+        `writes_of` it says."""
+        if writes_of(parameter) != writes:
+            raise RuntimeError(MODIFIED)
 
     def was_overwritten(self, version: Version | None) -> bool:
         """True if rows of `GatheredWeight.version` have been overwritten with other numbers since."""
