@@ -269,9 +269,9 @@ def list_modules_of_a_call(plan):
 
 
 @pytest.mark.parametrize(("plan", "schedules"), [("auto", True), ("pushes", False)])
-def test_six_modules_have_all_of_a_call_and_four_its_schedule(interpret, plan, schedules):
+def test_seven_modules_have_all_of_a_call_and_four_its_schedule(interpret, plan, schedules):
     """Checks, choice and whether it may be timed, configuration, workspace, launch and kernel: what a reader opens."""
-    expected = {"all_gather_matmul", "choices", "config", "confirmation", "gemm", "operator"}
+    expected = {"all_gather_matmul", "choices", "config", "confirmation", "gemm", "operands", "operator"}
     if schedules:
         expected |= {f"joint.{module}" for module in ("copies", "kernel", "launch", "registry")}
     for found in interpret(2, list_modules_of_a_call, plan):

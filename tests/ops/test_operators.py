@@ -269,10 +269,10 @@ def ask_wrongly():
             ((x[0], weight), f"{name} takes x .* of two dims or more, not .8."),
             ((x, weight[None]), f"{name} takes x .* and weight .* two dims, not .4, 8. and .1, 6, 8."),
             ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
-            ((x, weight.bfloat16()), "x is torch.float32 and weight torch.bfloat16"),
+            ((x, weight.bfloat16()), r"weight is \[6, 8\] of torch.float32 .*, not \[6, 8\] of torch.bfloat16"),
             ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
             ((x.double(), weight.double()), 'float64: convert x, weight and bias, or give implementation="library"'),
-            ((x, weight.to("meta")), "x is on cpu and weight on meta"),
+            ((x, weight.to("meta")), r"weight is \[6, 8\] .* on cpu, not \[6, 8\] of torch.float32 on meta"),
             ((torch.zeros(8, 4).t(), weight), r"takes a contiguous x, not strides \(1, 4\): call contiguous\(\)"),
             ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
         ):
