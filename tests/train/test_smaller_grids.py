@@ -127,6 +127,13 @@ def test_automatically_the_most_parts_of_the_batch_are_taken_where_nothing_can_b
     assert odd.config.ranks == 2
 
 
+def test_grids_without_the_ranks_that_x_folds_into_divide_no_experts(tmp_path: Path) -> None:
+    folded = ("grid.expert=4", "grid.expert_tensor=fold", "model.num_experts=4", "train.grids=auto")
+    chosen = choose_grid(configure(tmp_path, *folded), 2)
+    assert chosen is not None
+    assert "of 4 that can hold the model" in chosen.why  # data, x, y or z, each of 2 ranks
+
+
 def test_a_grid_that_cannot_hold_the_model_is_not_counted_among_those_that_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

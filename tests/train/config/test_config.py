@@ -287,6 +287,7 @@ def test_the_nearest_grid_changes_as_few_axes_as_it_can() -> None:
     assert nearest_grid(GridConfig(data=6), 7) == GridConfig(data=7)
     assert nearest_grid(GridConfig(data=4, x=2, expert=4), 4) == GridConfig(data=4, expert=4)
     assert nearest_grid(GridConfig(data=4, x=2, expert=4), 2) == GridConfig(x=2)
+    assert nearest_grid(GridConfig(data=4, x=2, expert=8, expert_tensor="fold"), 2) == GridConfig(x=2)
 
 
 def test_a_file_is_read_and_the_last_override_wins(tmp_path: Path) -> None:

@@ -169,10 +169,11 @@ def whole_as_shards(
         found = state_dict.get(key)
         if found is parameter and has_segments(parameter):
             raise RuntimeError(
-                f"the state dict's {key} is the model's own parameter, as set_model_state_dict leaves it: with "
-                "broadcast_from_rank0=True torch writes one box of a fused parameter on each rank, and x cuts this one "
-                "into several, which may have other numbers now. Give every rank the whole tensors, and load them by "
-                "load_state_dict, which takes some of them, too (strict=False)"
+                f"the state dict's {key} is the model's own parameter, as state_dict(keep_vars=True) gives it, where "
+                "there is nothing to load, and as set_model_state_dict leaves it: with broadcast_from_rank0=True torch "
+                "writes one box of a fused parameter on each rank, and x cuts this one into several, which may have "
+                "other numbers now. Give every rank the whole tensors, and load them by load_state_dict, which takes "
+                "some of them, too (strict=False)"
             )
         if isinstance(found, DTensor) and isinstance(parameter, DTensor) and found.device_mesh != parameter.device_mesh:
             raise ValueError(

@@ -28,7 +28,7 @@ def choose_expert_grids(
     if impossible := why_impossible(model, grids[0], workload.batch):
         found = next((each for each in grids[1:] if why_impossible(model, each, workload.batch) is None), None)
         if found is None:
-            return [(GridSizes(**grid.sizes() | {"expert": 1}), impossible)]
+            return [(GridSizes(**grid.sizes() | {"expert": 1, "expert_tensor": "cut"}), impossible)]
     if len(grids) == 1:
         return [(grids[0], None)]
     possible = [each for each in grids if why_no_experts(model, each) is None]

@@ -307,7 +307,7 @@ def nearest_grid(
 
     def fitting(sizes: Mapping[str, int]) -> GridSizes | None:
         """A grid that suits, of these sizes of a stage: with the experts' sizes, or else without."""
-        for more in (words, words | {EXPERT: 1}):
+        for more in (words, words | {EXPERT: 1, "expert_tensor": "cut"}):
             with suppress(ValueError):
                 if suits(found := check_sizes({**sizes, "pipe": kept, **more})):
                     return found

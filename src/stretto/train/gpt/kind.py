@@ -80,7 +80,7 @@ def _candidates(config: TrainConfig, ranks: int) -> Iterator[GridSizes]:
     words = {name: size for name, size in config.grid.sizes().items() if name not in NAMES}
     for sizes in every_grid(ranks, pipe, divisors(config.grid.context)):
         plain = {axis: sizes[axis] for axis in NAMES}
-        for more in (words, words | {EXPERT: 1}):
+        for more in (words, words | {EXPERT: 1, "expert_tensor": "cut"}):
             with suppress(ValueError):
                 yield check_sizes({**plain, **more})
                 break
