@@ -340,14 +340,14 @@ class Engine:
         return max(1, len(parts))
 
     def _take(self, parts: Sequence[StepPart], drawn: Drawn) -> None:
-        """Give requests the tokens that a step has drawn. ValueError where logits are no numbers."""
+        """Give requests the tokens that a step has drawn. ValueError where logits have NaN."""
         tokens, logs = drawn.wait()
         failures.check()  # kernels of a step whose wait has failed leave numbers that are no tokens
         rows = list(zip(parts, tokens, logs, strict=False))  # rows that fill the batch come last
         if any(part.draws and token < 0 for part, token, _ in rows):
             raise ValueError(
-                "no logit of a token is a number: the model's weights, or what it computes of them, are NaN or "
-                "infinite. All requests were dropped"
+                "a token's logits have NaN, or none above -inf: the model's weights, or what it computes of them, "
+                "are NaN or infinite. All requests were dropped"
             )
         for part, token, log in rows:
             if part.draws and not part.place.request.is_done:  # it may have ended a step before the host knew

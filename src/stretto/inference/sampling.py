@@ -49,7 +49,7 @@ class RandomRows(NamedTuple):
 
 def best_tokens(scores: Tensor, part: VocabularyPart) -> Tensor:
     """The tokens with the highest scores [rows, vocabulary here] of all ranks, the first of equal ones: int64 [rows];
-    -1 where no score is a number above -inf."""
+    -1 where one is NaN, or none is above -inf."""
     if suits_kernels(scores, part.longest * part.group.size()):
         return find_best(scores.contiguous(), part.first, part.group)
     # Rows in pieces, or torch reduces it on few multiprocessors; of equal scores the first, as torch documents.

@@ -25,9 +25,9 @@ def suits_kernels(scores: Tensor, columns: int) -> bool:
 def find_best(scores: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
     """The column of each row's highest number, of all ranks' columns, the first of equal ones: int64 [rows].
 
-    scores: [rows, columns here], contiguous, of which this rank's begin at `first`; NaN is taken for -inf, and a row
-    of nothing else has -1. Ranks send
-    each other pairs of a number and a column, in fp32, by a sum to which each adds its own (`sum_rows`). Collective.
+    scores: [rows, columns here], contiguous, of which this rank's begin at `first`; a row with NaN, or with nothing
+    above -inf, has -1. Ranks send each other pairs of a number and a column, in fp32, by a sum to which each adds its
+    own (`sum_rows`). Collective.
     """
     (rows, columns), world = scores.shape, group.size()
     parts = max(1, -(-columns // _PART))
@@ -50,19 +50,20 @@ def _block_of(parts: int, world: int) -> int:
 
 @triton.jit
 def find_parts(scores, pairs, first, columns, parts, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """pairs[row, part] = (the highest number of a part of a row, its column). Bytes: scores are read once.
+    """pairs[row, part] = (the highest number of a part of a row, its column), or (inf, -1) of one with NaN, before
+    all others. Bytes: scores are read once.
 
     Synchronization: none: programs own their pairs.
     """
     row, part = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts
     column = part * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(scores + row * columns + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-    value = tl.where(value == value, value, float("-inf"))
-    best = tl.max(value, 0)
+    has_nan = tl.max((value != value).to(tl.int32), 0) != 0
+    best = tl.where(has_nan, float("inf"), tl.max(value, 0))
     at = tl.min(tl.where(value == best, column, part * BLOCK + BLOCK), 0)
     place = pairs + (row * parts + part) * 2
     tl.store(place, best)
-    tl.store(place + 1, (first + at).to(tl.float32))
+    tl.store(place + 1, tl.where(has_nan, -1.0, (first + at).to(tl.float32)))
 
 
 @triton.jit
