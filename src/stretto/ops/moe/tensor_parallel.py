@@ -172,7 +172,7 @@ def _fake_routing(topk_ids: Tensor, experts: int, group: str) -> tuple[Tensor, T
     )
 
 
-gather_routing = define_operator("moegather_routing", _run_routing, fake=_fake_routing)
+gather_routing = define_operator("moe_gather_routing", _run_routing, fake=_fake_routing)
 
 
 def _require_agreement(call: str, group: str, device: torch.device, *, is_ready: bool = True) -> bool:
