@@ -124,13 +124,14 @@ def _measure(setting: HostTimeSetting, ways: Mapping[str, Way]) -> list[dict[str
 def _time_host(step: Step, setting: HostTimeSetting, *, is_gpu: bool) -> dict[str, Any]:
     """Medians of the host's seconds until a step is launched, and until the device has run it; and calls of one."""
     clock = time.perf_counter if is_gpu else time.process_time
+    settle = torch.cuda.synchronize if is_gpu else lambda: None
     of_host, of_device = [], []
     for _ in range(setting.warm_up + setting.repeats):
-        torch.cuda.synchronize() if is_gpu else None
+        settle()
         began = clock()
         step()
         of_host.append(clock() - began)
-        torch.cuda.synchronize() if is_gpu else None
+        settle()
         of_device.append(clock() - began - of_host[-1])
     calls = {"call": 0, "c_call": 0}
 

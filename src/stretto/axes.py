@@ -162,8 +162,8 @@ EXPERT_TENSOR_DESCRIPTION = (
 )
 
 ContextWeights = Literal["copy", "shard"]
-"""What the ranks of context are to weights: "copy", each has what x, y and z leave of them; "shard", they shard them
-further, as ranks of z do (FSDP over data and context)."""
+"""How ranks of context hold weights: "copy", each has what x, y and z leave of them; "shard", they shard them
+further, as ranks of z do (FSDP over context and z)."""
 CONTEXT_WEIGHTS_DESCRIPTION = (
     "how ranks of context hold weights: `copy`: each has all that x, y and z leave; `shard`: they shard them further, "
     "with gradients and optimizer state, and gather them before use, as z does"

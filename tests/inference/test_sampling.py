@@ -96,6 +96,17 @@ def test_a_row_is_drawn_alike_in_any_company() -> None:
     assert torch.equal(draw_tokens(logits[order], rows.take(order), whole(61)), expected[order])
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("setting", [(1.0, None, 1.0), (0.7, 3, 1.0), (1.0, None, 0.5), (1.3, 9, 0.9)])
+def test_a_row_with_nan_draws_no_token_and_changes_no_other_row(sign: float, setting: tuple[Any, ...]) -> None:
+    logits, rows = logits_of(6, 61), rows_of(6, *setting)
+    expected = draw_tokens(logits, rows, whole(61))
+    broken = logits.clone()
+    broken[2, 17] = torch.copysign(torch.tensor(torch.nan), torch.tensor(sign))
+    expected[2] = -1
+    assert torch.equal(draw_tokens(broken, rows, whole(61)), expected)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

@@ -55,7 +55,8 @@ class TokenDivision:
         return matmul_reduce_scatter(self._fill(x), weight, self._group, bias=bias)
 
     def leave_out(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last block goes on with behind its attention, of all tokens' results and this rank's residuals."""
+        """Return the attention and residuals of the tokens that the last block goes on with, of all tokens' attention
+        and this rank's residuals. Tokens are no longer divided."""
         if self.is_dividing:
             self.is_dividing, self._stood_in = False, None
             part = residual[0].contiguous()

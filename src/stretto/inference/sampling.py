@@ -143,7 +143,7 @@ def _draw(logits: Tensor, rows: RandomRows, part: VocabularyPart) -> Tensor:
         total = all_reduce(mass.sum(1), part.group)
         threshold = _find_threshold(keys, mass, (rows.top_p * total).ceil().long(), part.group)
         is_kept &= (keys >= threshold.unsqueeze(1)) | (rows.top_p >= 1).unsqueeze(1)
-    return best_tokens(scores.masked_fill(~is_kept, -torch.inf), part)
+    return best_tokens(scores.masked_fill(~(is_kept | scores.isnan()), -torch.inf), part)  # a row with NaN has none
 
 
 def _find_threshold(keys: Tensor, mass: Tensor, target: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -71,9 +71,9 @@ def exchange_features(module: nn.Module, part: PlainPart, grid: Grid) -> None:
 
     If y splits these, its first argument is gathered, and its output (the first of several) is split.
     """
-    forward, group = module.forward, grid.communicator("y")
     if grid.size("x") * grid.size("y") == 1:
         return
+    forward, group = module.forward, grid.communicator("y")
 
     @functools.wraps(forward)
     def on_whole_features(*args: Any, **kwargs: Any) -> Any:
