@@ -79,6 +79,8 @@ class MixedPrecisionCase(StressCase):
 
     def __init__(self, team: Team) -> None:
         self._device = team.device
+        self._half = torch.tensor(0.5, device=team.device)  # here: graphs take no copies from the host
+        self._corrections = torch.tensor([0.25, 1.5, 0.875], device=team.device)
         self._numbers = 5000 if team.is_cuda else 300
         self._wide = team.integers((self._numbers,), "weights", low=-1000, high=1000).float() / 1024
         self._gradients = [
@@ -98,7 +100,7 @@ class MixedPrecisionCase(StressCase):
         buffer, wide = torch.ones_like(first), torch.empty_like(first)
         kernels.launch_round(self._wide, weight, low)
         gradient = torch.empty_like(first)
-        half, none = torch.tensor(0.5, device=self._device), torch.zeros(1, dtype=torch.int32, device=self._device)
+        half, none = self._half, torch.zeros(1, dtype=torch.int32, device=self._device)
         failed = failures.failure_flag(self._device)
         kernels.launch_scale(self._gradients[entry], half, gradient)
         kernels.launch_sgd(
@@ -106,8 +108,8 @@ class MixedPrecisionCase(StressCase):
             options=(0.5, 0.25),
         )  # fmt: skip
         kernels.launch(
-            weight, gradient, first, second, low, corrections=torch.tensor([0.25, 1.5, 0.875], device=self._device),
-            scale=half, skip=none, failed=failed, options={"betas": (0.75, 0.75), "eps": 1e-3},
+            weight, gradient, first, second, low, corrections=self._corrections, scale=half, skip=none, failed=failed,
+            options={"betas": (0.75, 0.75), "eps": 1e-3},
         )  # fmt: skip
         kernels.launch_join(weight, low, wide)
         return buffer, weight, low, first, second, wide

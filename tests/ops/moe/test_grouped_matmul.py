@@ -39,8 +39,10 @@ def multiply(rows, weight, offsets):
     return out
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("numbers", OFFSETS.values(), ids=OFFSETS)
-def test_each_expert_multiplies_its_rows(numbers):
+def test_each_expert_multiplies_its_rows(numbers, is_captured, monkeypatch):
+    monkeypatch.setattr(grouped_matmul, "_is_captured", lambda rows: is_captured)
     rows, weight, grad = draw(SEED, 7, 4), draw(SEED + 1, 3, 5, 4), draw(SEED + 2, 7, 5)
     leaves = [one.clone().requires_grad_() for one in (rows, weight)]
     out = moe.grouped_matmul(*leaves, as_offsets(numbers))

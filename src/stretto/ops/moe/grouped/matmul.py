@@ -155,6 +155,10 @@ def compute_product(
         clear_padding(out, offsets)
         return out
     out = rows.new_zeros(rows.shape[0], weight.shape[1])
+    if _is_captured(rows):
+        for expert, its_own in enumerate(_select_rows(rows, offsets)):
+            out = torch.where(its_own, rows @ weight[expert].t(), out)
+        return out
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(rows[begin:end], weight[expert].t(), out=out[begin:end])
@@ -214,6 +218,10 @@ def compute_weight_gradient(
         clear_empty(out, offsets)
         return out
     out = rows.new_zeros(experts, grad.shape[1], rows.shape[1])
+    if _is_captured(rows):
+        for expert, its_own in enumerate(_select_rows(rows, offsets)):
+            torch.mm(grad.where(its_own, 0).t(), rows.where(its_own, 0), out=out[expert])
+        return out
     for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
         if end > begin:
             torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
@@ -237,6 +245,17 @@ def _leave_room(room: int) -> Iterator[None]:
         yield
     finally:
         torch._C._set_sm_carveout_experimental(before)
+
+
+def _is_captured(rows: Tensor) -> bool:
+    """True while a CUDA graph is recorded: the host cannot read the offsets, so each expert multiplies all rows."""
+    return rows.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _select_rows(rows: Tensor, offsets: Tensor) -> Iterator[Tensor]:
+    """Which of rows [n, a] are each expert's: bool [n, 1]."""
+    places = torch.arange(len(rows), device=rows.device)[:, None]
+    return ((places >= begin) & (places < end) for begin, end in pairwise(offsets))
 
 
 def take_rows(rows: Tensor, tokens: Tensor | None) -> Tensor:
