@@ -30,7 +30,8 @@ def decode(family: str, dtype: torch.dtype) -> list[Any]:
             assert [divided.generate(given, NEW) for _ in range(3)] == [found[0]] * 3
     with Engine(model, 4, 2048, chunk=64) as engine:
         found.append(engine.generate(given, NEW))
-        if dist.get_world_size() == 1:  # the host waits for events alone: those of the step before the one launched
+        # The host waits for events alone, those of the step before the one launched; but in fp32 for experts' offsets.
+        if dist.get_world_size() == 1 and family != "qwen3_moe":
             torch.cuda.set_sync_debug_mode("error")
         try:
             found.append(engine.generate(given, NEW))  # by graphs of all sizes
