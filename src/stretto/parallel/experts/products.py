@@ -100,9 +100,17 @@ class ExpertProduct:
     def differentiate_rows(self, gradient: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
-    def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:
-        """Each expert's left.T @ right; room: as in `grouped_weight_gradient`."""
-        return grouped_weight_gradient(left, right, offsets, room=room)
+    def differentiate_weights(
+        self,
+        left: Tensor,
+        right: Tensor,
+        offsets: Tensor,
+        room: int,
+        dtype: torch.dtype | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Each expert's left.T @ right; room, dtype and factor: as in `grouped_weight_gradient`."""
+        return grouped_weight_gradient(left, right, offsets, room=room, dtype=dtype, factor=factor)
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """The output, summed over ranks. If it will not be read, its values are arbitrary."""
@@ -151,6 +159,10 @@ class ExpertProduct:
     ) -> None:
         rows = rows if spread is None else spread(rows)
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
+        if not self.shard.is_sharded and placement is None:
+            form = self.shard.own_form(parameter, rows.dtype)
+            self.shard.gradients.take(parameter, self.differentiate_weights(*operands, offsets, room, *form))
+            return
         found = self.differentiate_weights(*operands, offsets, room)
         if placement is not None and self.replicas is not None:
             found = self.replicas.return_home(found, placement)
