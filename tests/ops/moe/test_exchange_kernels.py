@@ -18,23 +18,25 @@ from stretto import ops, tiles
 from stretto.memory import PeerError
 from stretto.ops import moe
 from stretto.ops.joint.routed import GivenRows
-from stretto.ops.moe import exchange_kernel, exchange_products, pairs, sorting
+from stretto.ops.moe import exchange_kernel, exchange_products, kernel_route, pairs, sorting
 from stretto.ops.operator import find_workspace
 
 SEED, HIDDEN = 320, 37
 
 
-def run_layer(case, dtype, **options):
-    """Rows, output and gradients of experts that double their rows."""
+def run_layer(case, dtype, *, copies=True, **options):
+    """Rows, output and gradients of experts that double their rows, if there are copies of them, and of products."""
     rank, group = dist.get_rank(), dist.group.WORLD
     layer = make_layer(SEED, sum(case.tokens), case.k, case.experts, chosen=case.chosen, hidden=HIDDEN)
     x, weights = (part(one, case.tokens, rank).clone() for one in (layer.x.to(dtype), layer.weights.float()))
     leaves = [x.requires_grad_(), weights.requires_grad_()]
     grad = part(draw(SEED + 9, *layer.x.shape), case.tokens, rank).to(dtype)
     ids = part(layer.ids, case.tokens, rank)
-    sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, **options)
-    out = moe.combine(sent.rows * 2, sent.handle, weights, group)
-    found = [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    found = []
+    if copies:
+        sent = moe.dispatch(x, ids, case.experts, group, topk_weights=weights, **options)
+        out = moe.combine(sent.rows * 2, sent.handle, weights, group)
+        found = [sent.rows.detach(), sent.offsets, out.detach(), *torch.autograd.grad(out, leaves, grad)]
     up = draw(SEED + rank, case.experts // dist.get_world_size(), 8, HIDDEN).to(dtype).requires_grad_()
     inner, sent = moe.dispatch_grouped_matmul(x, ids, up, group, topk_weights=weights, **options)
     out = moe.grouped_matmul_combine(inner, up.mT, sent, weights, group)
@@ -185,6 +187,30 @@ def raise_before_the_product():
 
 def test_the_next_call_on_a_workspace_joins_an_exchange_that_an_error_has_interrupted(interpret):
     assert interpret(2, raise_before_the_product) == [[0, 1, 1]] * 2
+
+
+def send_more_and_fewer():
+    """For each call, whether its tokens were sent anew after the host had read the counts, and whether its results,
+    gradients too, have the library's bits. A call after the first has room for as many places as the one before it."""
+    found = []
+    for tokens in ((2, 5), (2, 5), (9, 8), (1, 1)):
+        case, sent = Case(tokens, 2, 4), []
+        library = run_layer(case, torch.bfloat16, copies=False, implementation="library")
+
+        def note(route, rows, *, waits=True, sent=sent, push=kernel_route.KernelRoute._push_pairs):
+            sent.extend([True] * (not waits and rows.requires_grad))  # no gradient's rows
+            return push(route, rows, waits=waits)
+
+        with mock.patch.object(kernel_route.KernelRoute, "_push_pairs", note):
+            ours = run_layer(case, torch.bfloat16, copies=False, implementation="kernel")
+        found.append((bool(sent), [torch.equal(*pair) for pair in zip(ours, library, strict=True)]))
+    return found
+
+
+def test_tokens_travel_before_the_host_knows_how_many_and_again_if_they_are_more_than_before(interpret):
+    for found in interpret(2, send_more_and_fewer):
+        assert [was_sent_again for was_sent_again, _ in found] == [True, False, True, False]
+        assert all(all(same) for _, same in found)
 
 
 def miss_a_call():

@@ -77,6 +77,10 @@ def multiply_everything(dtype):
                 [grad[begin:end].double().T @ rows[begin:end].double() for begin, end in pairwise(offsets)]
             )
             right[f"{name}, gradient {index}"] = close(found, expected)
+            halved = multiply_transposed(config, grad, rows, offsets, torch.float32, 0.5)
+            right[f"{name}, half a gradient in fp32 {index}"] = halved.dtype is torch.float32 and torch.equal(
+                (2 * halved).to(dtype), found
+            )
     return right
 
 

@@ -114,7 +114,7 @@ def test_torch_finds_nothing_wrong_with_the_operators():
         0,
     )
     torch.library.opcheck(torch.ops.stretto.grouped_matmul.default, inputs)
-    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto", 0
+    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto", 0, torch.float32, 0.5
     torch.library.opcheck(torch.ops.stretto.grouped_matmul_weight_gradient.default, inputs)
     projections = draw(SEED, 2, 8, 3).requires_grad_(), draw(SEED, 2, 3, 4).requires_grad_()
     inputs = draw(SEED, 5, 3).requires_grad_(), as_offsets([0, 2, 5]), *projections, None, None, None, True, "auto"
@@ -241,6 +241,15 @@ def test_wrong_operands_are_refused(rows, weight, offsets, message):
 def test_wrong_operands_of_a_weight_gradient_are_refused(grad, offsets, message):
     with pytest.raises(ValueError, match=message):
         moe.grouped_weight_gradient(grad, ROWS, offsets)
+
+
+def test_a_weight_gradient_in_fp32_is_not_rounded_to_its_operands_dtype():
+    grad, rows = draw(SEED, 5, 4).bfloat16(), draw(SEED + 1, 5, 3).bfloat16()
+    found = moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5]), dtype=torch.float32, factor=1 / 3)
+    exact = [grad[part].double().T @ rows[part].double() / 3 for part in (slice(2), slice(2, 5))]
+    torch.testing.assert_close(found, torch.stack(exact).float(), rtol=1e-6, atol=1e-7)
+    with pytest.raises(ValueError, match="dtype is torch.bfloat16 or torch.float32, not torch.float64"):
+        moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5]), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("count", [4, 6])

@@ -258,9 +258,8 @@ def make_llama4() -> nn.Module:
 )
 def test_shared_experts_run_while_tokens_and_their_gradients_travel(ranks, make_model, sizes, reduce, tolerance):
     forward = ["exchange"] * 3 + ["shared", "exchange"]  # counts, experts, tokens; sums
-    backward = ["exchange"] * 2 + ["shared's gradient"]  # of sums, of tokens
-    # Of weights; Llama 4 scales tokens by them, before they are sent.
-    backward += ["exchange"] * (reduce == "rank" and make_model is not make_llama4)
+    # Of sums, of weights (Llama 4 scales tokens by them, before they are sent), of tokens.
+    backward = ["exchange"] * (2 + (reduce == "rank" and make_model is not make_llama4)) + ["shared's gradient"]
     for happened, far in ranks(2).run(pass_with_shared_experts, make_model, sizes, reduce):
         assert happened == forward + backward
         assert far <= tolerance

@@ -16,6 +16,7 @@ from stretto.memory.plain_data import all_gather_data
 from stretto.ops.choices import find_agreed
 from stretto.ops.joint.registry import name_between_nodes, name_schedule
 from stretto.ops.moe.fixed_rows import find_fixed_route, look_for_errors
+from stretto.ops.moe.grouped.config import DTYPES
 from stretto.ops.moe.kernel_route import find_kernel_route, find_messages
 from stretto.ops.moe.pairs import ExpertParts
 from stretto.ops.moe.permutation import require_tokens, require_weighted
@@ -45,11 +46,20 @@ class RouteCall(NamedTuple):
         """True if all experts and tokens are here, and nothing is sent."""
         return self.group is None and self.gather_group is None
 
-    def find(self, operator: str, x: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, form: str) -> Route:
+    def find(
+        self,
+        operator: str,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor | None,
+        form: str,
+        *,
+        starts: bool = False,
+    ) -> Route:
         """The route of topk_ids, with which topk_weights are sent if given.
 
-        form: whatever else the ranks' calls have in common. ValueError if ranks make different calls, and for an
-        earlier call's rows that exceeded max_rows.
+        form: whatever else the ranks' calls have in common. starts: the group's next call is `Places.start` with x.
+        ValueError if ranks make different calls, and for an earlier call's rows that exceeded max_rows.
         """
         groups = tuple(one for one in (self.group, self.gather_group) if one is not None)
         look_for_errors(groups[0], x.device)
@@ -68,8 +78,9 @@ class RouteCall(NamedTuple):
                 joint, parts = self.group, None
                 if self.gather_group is not None:
                     joint, parts = _join(self.group, self.gather_group, x.device)
+                tokens = x if starts and x.dtype in DTYPES else None
                 return find_kernel_route(
-                    *arguments, max_rows, joint, wrap, topk_weights, parts, self.group, schedule=self.schedule
+                    *arguments, max_rows, joint, wrap, topk_weights, parts, self.group, self.schedule, tokens
                 )
             if max_rows is None:
                 return find_route(*arguments, self.group, self.gather_group, wrap, topk_weights)

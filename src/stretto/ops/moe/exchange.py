@@ -204,7 +204,7 @@ def find_handle(
 ) -> tuple[DispatchHandle, Route]:
     # With "choice" the backward pass needs weights at the experts, and sends them.
     given = topk_weights if topk_weights is not None and reduce == "rank" and can_send(topk_weights) else None
-    route = route_call.find(operator, x, topk_ids, given, reduce)
+    route = route_call.find(operator, x, topk_ids, given, reduce, starts=operator == "dispatch_grouped_matmul")
     version = None if given is None else (given, given._version)
     shape = topk_ids.shape[0], topk_ids.shape[1]
     return DispatchHandle(len(route.index.slots), shape, None, route, route_call.group, reduce, version), route

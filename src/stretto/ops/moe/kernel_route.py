@@ -9,7 +9,7 @@ one sends the pairs' experts, so that each rank's rows are known before the toke
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class KernelRoute(Route):
 
     table: int32 [source, destination, 2], pairs and choices between all ranks, and after all sources their sums, on the
     device. places, pairs_back, choices_back: rows that a rank's staging buffer holds of what is sent, and of pairs and
-    choices that return, the same on all ranks.
+    choices that return, the same on all ranks. ahead: tokens that are on their way already, until `start` takes them.
     """
 
     group: dist.ProcessGroup
@@ -68,6 +68,7 @@ class KernelRoute(Route):
     weights: Tensor | None
     schedule: str = ""
     limits: tuple[int, int] = (0, 0)
+    ahead: list[tuple[Tensor, Arrivals]] = field(default_factory=list)
 
     def send(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper, *, lends: bool = False) -> Tensor:
         """Send a row of each pair: see `Route`. What is not lent leaves the staging buffer at once."""
@@ -81,6 +82,8 @@ class KernelRoute(Route):
 
     def start(self, tokens: Tensor) -> Arrivals:
         """Begin to send a row of each pair, for products that use places while others arrive."""
+        if self.ahead and self.ahead[0][0] is tokens:
+            return self.ahead.pop()[1]
         return self._push_pairs(tokens, waits=False)
 
     def start_back(
@@ -203,11 +206,13 @@ def find_kernel_route(
     parts: ExpertParts | None = None,
     of_group: dist.ProcessGroup | None = None,
     schedule: str = "",
+    tokens: Tensor | None = None,
 ) -> KernelRoute:
     """The route of this call; topk_weights are sent with the pairs' experts. schedule: of `find_schedule`, if any.
 
     max_rows: None to have the host read the counts, once. parts: of experts that several ranks of the group share, in a
-    call of of_group, with which too many rows are recorded. ValueError for ids that are no experts, where it reads.
+    call of of_group, with which too many rows are recorded. tokens: what `start` will be given next, and may be sent
+    before the host has read the counts. ValueError for ids that are no experts, where it reads.
     """
     (t, k), world, rank = topk_ids.shape, group.size(), group.rank()
     owners, copies = (world, 1) if parts is None else parts.holders.shape
@@ -222,10 +227,12 @@ def find_kernel_route(
         experts, weights = unpack_words(words, topk_weights)
         return *sort_copies(experts, local, rows, known), *(() if weights is None else (weights,))
 
-    # While the host waits for the counts, the device sorts as many places as there were in the last call, and a few.
+    # While the host waits for the counts, the device sorts, and sends tokens to, as many places as there were in the last
+    # call, and a few. If there are more, the group's next call joins what has begun, and sends all.
     last = find_known(find_name(group), topk_ids.device, ("moe places", k, num_experts), lambda: [0])
     room = 0 if schedule or max_rows is not None else last[0] + last[0] // 8
     early: list[_Sorted] = []
+    ahead: list[tuple[Tensor, Arrivals]] = []
 
     def exchange() -> tuple[Tensor, ...]:
         table = _exchange_counts(group, pairs.counts, max_rows, group if of_group is None else of_group)
@@ -239,6 +246,8 @@ def find_kernel_route(
         if event is not None:
             event.record()
         early.append(sort(table, room, room, room * k, table[world, rank, 0], 0))
+        if tokens is not None:
+            ahead.append((tokens, _push(group, tokens, pairs.tokens, table, room, waits=False)))
         if event is not None:
             event.synchronize()
         return table, on_host
@@ -260,6 +269,7 @@ def find_kernel_route(
 
     def push() -> _Sorted:
         if not early or places > room:
+            ahead.clear()
             return sort(table, places, number, rows, filled, limit)
         slots, tokens, positions, is_here, offsets, *weights = early[0]
         of_places = (one[:number] for one in (positions, is_here))
@@ -268,7 +278,7 @@ def find_kernel_route(
     found = wrap_collective("all_to_all", push)
     index, given = PlaceIndex(*found[:5]), None if topk_weights is None else found[5]
     rows_back, limits = (places, back, choices_back), (limit, choice_limit)
-    return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits)
+    return KernelRoute(group, pairs, table, index, *rows_back, needed, given, schedule, limits, ahead)
 
 
 def find_messages(schedule: str, ranks: int, near: int | None = None) -> RoutedSchedule:

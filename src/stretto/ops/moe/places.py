@@ -367,8 +367,9 @@ def find_places(
 
 @torch.compiler.disable  # a graph break, as in `dispatch`
 def _find(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, route_call: RouteCall, implementation: str) -> Places:
-    given = topk_weights if can_send(topk_weights) else None
-    route, wrap_collective = route_call.find("experts", x, topk_ids, given, "rank"), route_call.wrap_collective
+    given, wrap_collective = topk_weights if can_send(topk_weights) else None, route_call.wrap_collective
+    # Weights that the route does not have are sent before the tokens.
+    route = route_call.find("experts", x, topk_ids, given, "rank", starts=given is not None)
     group, gather_group = route_call.group, route_call.gather_group
     is_whole = group is None and isinstance(route, FixedRoute) and route.needed is None
     if implementation == "auto" and is_whole and gather_group is not None:

@@ -238,6 +238,10 @@ class GradientReducer:
         ranks = watched.scattered_over * math.prod(group.size() for group in watched.groups)
         return ranks / self.grid.size(LOSS)
 
+    def scale_over_z(self, parameter: nn.Parameter) -> float:
+        """The factor of a weight's gradient that is summed over z, or of one that `take` takes, which z does not shard."""
+        return self._watched[parameter].scale
+
     def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:
         """Have a user's hooks be called once `.grad` is final (`UsersHooks.defer`). name: for errors."""
         before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -405,7 +409,7 @@ class GradientReducer:
 
     def _scale_first(self, parameter: nn.Parameter, gradient: Tensor) -> tuple[float, Tensor]:
         """The factor of a gradient's sum over z, and the gradient: fp16 is multiplied now, so that no sum overflows."""
-        scale = self._watched[parameter].scale
+        scale = self.scale_over_z(parameter)
         is_narrow = scale != 1 and self.precision.wire(gradient) is torch.float16
         return (1.0, gradient * scale) if is_narrow else (scale, gradient)
 

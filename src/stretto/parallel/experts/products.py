@@ -100,9 +100,17 @@ class ExpertProduct:
     def differentiate_rows(self, gradient: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
-    def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:
-        """Each expert's left.T @ right; room: as in `grouped_weight_gradient`."""
-        return grouped_weight_gradient(left, right, offsets, room=room)
+    def differentiate_weights(
+        self,
+        left: Tensor,
+        right: Tensor,
+        offsets: Tensor,
+        room: int,
+        dtype: torch.dtype | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Each expert's left.T @ right; room, dtype and factor: as in `grouped_weight_gradient`."""
+        return grouped_weight_gradient(left, right, offsets, room=room, dtype=dtype, factor=factor)
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         """The output, summed over ranks. If it will not be read, its values are arbitrary."""
@@ -151,6 +159,10 @@ class ExpertProduct:
     ) -> None:
         rows = rows if spread is None else spread(rows)
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
+        if not self.shard.is_sharded and placement is None:
+            form = self.shard.own_form(parameter, rows.dtype)
+            self.shard.gradients.take(parameter, self.differentiate_weights(*operands, offsets, room, *form))
+            return
         found = self.differentiate_weights(*operands, offsets, room)
         if placement is not None and self.replicas is not None:
             found = self.replicas.return_home(found, placement)
@@ -261,8 +273,9 @@ class SendTokens(torch.autograd.Function):
 class MultiplyTokens(torch.autograd.Function):
     """The weighted sum of each sent token's experts, SiLU-gated MLPs. Saves places' tokens, and gate and up.
 
-    Products begin on tokens, and on gradients of sums, that have arrived; the tokens' gradients return under the
-    gradient of the first product's weight, and what else runs before the backward pass of `SendTokens`. Takes the
+    Products begin on tokens, and on gradients of sums, that have arrived; the weights' gradients return under the gradient
+    of the second product's weight, and the tokens' under that of the first one's, and what else runs before the backward
+    pass of `SendTokens`. Takes the
     DTensor parameters themselves, as `MultiplyRows` does, and gathers them in its order.
     """
 
@@ -321,8 +334,13 @@ class MultiplyTokens(torch.autograd.Function):
         of_inner, gated, products = differentiate_gate(gradient, down, offsets, inner, numbers, factors, arrivals)
         if arrivals is not None:
             arrivals.wait()
+        finish_weights: Callable[[], Tensor] | None = None
+        if ctx.needs_input_grad[0] and returning.needs_weights:
+            of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
+            finish_weights = places.start_back(of_weights if is_here is None else torch.where(is_here, of_weights, 0))
         if rows is not None:
             of_down.make_weight_gradient(ctx.down, gated, rows, offsets, placement)
+        returning.of_own_weights = None if finish_weights is None else finish_weights()
         needs_x = ctx.needs_input_grad[0] and returning.needs_x
         if needs_x:
             up = of_up.gather_again(ctx.up, placement, ctx.writes[0]) if up is None else up
@@ -331,9 +349,6 @@ class MultiplyTokens(torch.autograd.Function):
         if is_asked_for(ctx, 1):
             room = places.room_of_sums if needs_x else 0
             of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, places.spread, room)
-        if ctx.needs_input_grad[0] and returning.needs_weights:
-            of_weights = products.index_select(0, positions.reshape(-1)).view_as(weights).to(weights.dtype)
-            returning.of_weights = of_weights if is_here is None else torch.where(is_here, of_weights, 0)
         return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
 
 

@@ -59,8 +59,17 @@ class Fp8ExpertProduct(ExpertProduct):
         columns = ScaledOperand(weight, self.recipe, E4M3).columns
         return _multiply_groups(ScaledOperand(gradient, "rowwise", E4M3).rows, columns, offsets, is_fast=False)
 
-    def differentiate_weights(self, left: Tensor, right: Tensor, offsets: Tensor, room: int) -> Tensor:
-        return multiply_columns(left, right, offsets)
+    def differentiate_weights(
+        self,
+        left: Tensor,
+        right: Tensor,
+        offsets: Tensor,
+        room: int,
+        dtype: torch.dtype | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        found = multiply_columns(left, right, offsets).to(dtype or COMPUTE)
+        return found if factor == 1 else found.mul_(factor)
 
 
 def multiply_columns(left: Tensor, right: Tensor, offsets: Tensor) -> Tensor:

@@ -152,6 +152,12 @@ class WeightShard:
         """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""
         return self.precision.reduce if self.is_sent(parameter) else parameter.dtype
 
+    def own_form(self, parameter: nn.Parameter, computed: torch.dtype) -> tuple[torch.dtype, float]:
+        """In which dtype, and times what, a product of operands of this dtype makes a gradient that the reducer takes,
+        of a weight that this rank has all of: no pass of its own casts or scales it."""
+        wants_fp32 = self.gradient_dtype(parameter) == torch.float32 and computed.itemsize == 2
+        return torch.float32 if wants_fp32 else computed, self.gradients.scale_over_z(parameter)
+
     def is_sent(self, parameter: nn.Parameter) -> bool:
         """True if other ranks have parts of the gradient."""
         return self.is_sharded or self.gradients.is_summed(parameter)

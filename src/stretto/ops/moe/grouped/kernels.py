@@ -109,15 +109,24 @@ def differentiate_gate(
     return GateGradient(out, activated, products)
 
 
-def multiply_transposed(config: GroupedConfig, grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Each expert's grad.T @ rows: grad [n, b], rows [n, a] -> [e, b, a]."""
+def multiply_transposed(
+    config: GroupedConfig,
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    dtype: torch.dtype | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Each expert's grad.T @ rows times factor: grad [n, b], rows [n, a] -> [e, b, a], of this dtype or the operands'."""
     (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
     experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
-    out = rows.new_empty(experts, b, a)
+    out = rows.new_empty(experts, b, a, dtype=dtype)
+    parts = out.itemsize  # of as many bytes in shared memory for each dtype
     launch_cached(
         sum_outer_products, programs, describe_ragged(grad, (k, m)), describe_ragged(rows, (k, n)),
-        offsets.contiguous(), _describe(out, 1, m, n // 2), b, a, experts, group_rows,
-        EXPERTS=_round_up(experts), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_warps=num_warps, num_stages=num_stages,
+        offsets.contiguous(), _describe(out, 1, m, n // parts), b, a, experts, group_rows, factor,
+        EXPERTS=_round_up(experts), BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, PARTS=parts, num_warps=num_warps,
+        num_stages=num_stages,
     )  # fmt: skip
     return out
 
@@ -438,15 +447,16 @@ def _store_ragged(matrix, block, row, end, column):  # type: ignore[no-untyped-d
     matrix.store([LAST_ROW, end, LAST_ROW - (end - row), column], tl.reshape(block, (1, 1, rows, columns)))
 
 
-@triton.jit(do_not_specialize=["experts", "group_rows"])
+@triton.jit(do_not_specialize=["experts", "group_rows", "factor"])
 def sum_outer_products(  # type: ignore[no-untyped-def]
-    grad, rows, offsets, out, b, a, experts, group_rows, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    grad, rows, offsets, out, b, a, experts, group_rows, factor, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out [experts, b, a] = each expert's grad.T @ rows, zeros without rows. Persistent.
+    """out [experts, b, a] = each expert's grad.T @ rows times factor, zeros without rows. Persistent.
 
-    grad, rows: ragged descriptors of [n, b] and [n, a]. out: a descriptor. A tile is BLOCK_M x BLOCK_N of an expert's,
-    and sums BLOCK_K rows a step, in one step at least. EXPERTS: a power of two, experts or more. Order: expert after
+    grad, rows: ragged descriptors of [n, b] and [n, a]. out: a descriptor, of a tile's columns in PARTS parts, 2 or 4. A
+    tile is BLOCK_M x BLOCK_N of an expert's, and sums BLOCK_K rows a step, in one step at least. EXPERTS: a power of
+    two, experts or more. Order: expert after
     expert; programs take tiles in turns. Synchronization: none: programs own their tiles.
 
     One loop has the steps of all of a program's tiles, so that a tile's loads begin before the last one's stores:
@@ -477,11 +487,12 @@ def sum_outer_products(  # type: ignore[no-untyped-def]
         right = _load_ragged(rows, row, end, first_column, BLOCK_K, BLOCK_N)
         total = tl.dot(left.T, right, total)
         if row + BLOCK_K >= end:
-            halves = halve(total)
-            half: tl.constexpr = BLOCK_N // 2
-            for part in tl.static_range(2):
-                values = tl.reshape(halves[part].to(out.dtype), (1, BLOCK_M, half))
-                out.store([expert, first_row, first_column + part * half], values)
+            left_half, right_half = halve(total * factor)
+            parts = (left_half, right_half) if PARTS == 2 else halve(left_half) + halve(right_half)
+            width: tl.constexpr = BLOCK_N // PARTS
+            for part in tl.static_range(PARTS):
+                values = tl.reshape(parts[part].to(out.dtype), (1, BLOCK_M, width))
+                out.store([expert, first_row, first_column + part * width], values)
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
 
 

@@ -86,12 +86,16 @@ def grouped_weight_gradient(
     tokens: Tensor | None = None,
     implementation: str = "auto",
     room: int = 0,
+    dtype: torch.dtype | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """The weight's gradient of `grouped_matmul`: grad [n, b], rows [n, a], offsets [e + 1] -> [e, b, a].
 
     For layers that have a backward pass of their own. Expert i's is its rows' grad.T @ rows, and zeros without rows;
     padding is left out. Dtypes, tokens (of rows, which are [t, a] then), implementations and room are those of
-    `grouped_matmul`. It has no gradient. ValueError for other shapes and dtypes.
+    `grouped_matmul`. dtype: of the result, the operands' by default, or torch.float32, to which sums of 16-bit operands
+    are not rounded by kernels. factor: by which sums are multiplied. It has no gradient. ValueError for other shapes
+    and dtypes.
     """
     if grad.dim() != 2 or rows.dim() != 2 or grad.shape[0] != (rows if tokens is None else tokens).shape[0]:
         raise ValueError(
@@ -106,7 +110,9 @@ def grouped_weight_gradient(
     require_places("grouped_weight_gradient", offsets, tokens, rows)
     if needs_gradients(grad, rows):
         raise ValueError("grouped_weight_gradient has no gradients: call it under torch.no_grad()")
-    return _weight_gradient(grad, rows, offsets, tokens, implementation, room)
+    if dtype not in (None, rows.dtype) and (rows.itemsize > 2 or dtype is not torch.float32):
+        raise ValueError(f"grouped_weight_gradient: dtype is {rows.dtype} or torch.float32, not {dtype}")
+    return _weight_gradient(grad, rows, offsets, tokens, implementation, room, dtype, factor)
 
 
 def _run(
@@ -180,9 +186,16 @@ def multiply_arriving(
 
 
 def _run_weight_gradient(
-    grad: Tensor, rows: Tensor, offsets: Tensor, tokens: Tensor | None, implementation: str, room: int
+    grad: Tensor,
+    rows: Tensor,
+    offsets: Tensor,
+    tokens: Tensor | None,
+    implementation: str,
+    room: int,
+    dtype: torch.dtype | None,
+    factor: float,
 ) -> Tensor:
-    return compute_weight_gradient(grad, rows, offsets, None, tokens, implementation, room)
+    return compute_weight_gradient(grad, rows, offsets, None, tokens, implementation, room, dtype, factor)
 
 
 def compute_weight_gradient(
@@ -193,6 +206,8 @@ def compute_weight_gradient(
     row_tokens: Tensor | None,
     implementation: str,
     room: int = 0,
+    dtype: torch.dtype | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
     """Compute `grouped_weight_gradient`, without checks; grad_tokens: of grad, as row_tokens of rows.
 
@@ -200,32 +215,33 @@ def compute_weight_gradient(
     """
     experts = offsets.shape[0] - 1
     if grad.numel() == 0 or rows.numel() == 0:
-        return rows.new_zeros(experts, grad.shape[1], rows.shape[1])
+        return rows.new_zeros(experts, grad.shape[1], rows.shape[1], dtype=dtype)
     grad, rows = take_rows(grad, grad_tokens), take_rows(rows, row_tokens)
     if implementation != "library":
         grad, rows = grad.contiguous(), rows.contiguous()
         config = choose_config(implementation, "weight gradient", len(grad), experts, (grad, rows), room=room)
         if config is not None:
             with torch.cuda.device_of(rows):
-                return kernels.multiply_transposed(config, grad, rows, offsets)
+                return kernels.multiply_transposed(config, grad, rows, offsets, dtype, factor)
     if (gemm := _find_quack(grad, rows)) is not None:
         out = gemm(grad.t(), rows, cu_seqlens_k=offsets, tuned=False)
         clear_empty(out, offsets)
-        return out
-    if _takes_grouped_gemm(grad, rows):
+    elif _takes_grouped_gemm(grad, rows):
         with _leave_room(room):
             out = _grouped_mm(grad.t(), rows, offs=offsets[1:])
         clear_empty(out, offsets)
-        return out
-    out = rows.new_zeros(experts, grad.shape[1], rows.shape[1])
-    if _is_captured(rows):
-        for expert, its_own in enumerate(_select_rows(rows, offsets)):
-            torch.mm(grad.where(its_own, 0).t(), rows.where(its_own, 0), out=out[expert])
-        return out
-    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        if end > begin:
-            torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
-    return out
+    else:
+        grad, rows = (one if dtype is None else one.to(dtype) for one in (grad, rows))
+        out = rows.new_zeros(experts, grad.shape[1], rows.shape[1])
+        if _is_captured(rows):
+            for expert, its_own in enumerate(_select_rows(rows, offsets)):
+                torch.mm(grad.where(its_own, 0).t(), rows.where(its_own, 0), out=out[expert])
+        else:
+            for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+                if end > begin:
+                    torch.mm(grad[begin:end].t(), rows[begin:end], out=out[expert])
+    out = out if dtype is None else out.to(dtype)
+    return out if factor == 1 else out.mul_(factor)
 
 
 @contextmanager
@@ -304,8 +320,8 @@ def _fake(rows: Tensor, weight: Tensor, tokens: Tensor | None) -> Tensor:
     return rows.new_empty(rows.shape[0] if tokens is None else tokens.shape[0], weight.shape[1])
 
 
-def _fake_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty(offsets.shape[0] - 1, grad.shape[1], rows.shape[1])
+def _fake_weight_gradient(grad: Tensor, rows: Tensor, offsets: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return rows.new_empty(offsets.shape[0] - 1, grad.shape[1], rows.shape[1], dtype=dtype)
 
 
 def _count_flops(rows: torch.Size, weight: torch.Size, tokens: torch.Size | None) -> int:
@@ -332,7 +348,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows = _multiply(grad, weight.transpose(1, 2), offsets, None, None, ctx.implementation, 0)
         grad_rows = grad_rows if tokens is None else sum_copies(grad_rows, positions)
     if rows is not None:
-        grad_weight = _weight_gradient(grad, rows, offsets, tokens, ctx.implementation, 0)
+        grad_weight = _weight_gradient(grad, rows, offsets, tokens, ctx.implementation, 0, None, 1.0)
     return grad_rows, grad_weight, None, None, None, None, None
 
 
