@@ -123,6 +123,7 @@ def end_forward(state: ParallelState) -> None:
             return
         state.forward_thread = None
     state.weight_gatherer.is_in_forward = state.gradient_reducer.is_in_forward = False
+    state.gradient_reducer.chain.forget()
     state.weight_gatherer.end_forward()
 
 

@@ -138,6 +138,30 @@ def is_asked_for(ctx: Any, place: int) -> bool:
         raise RuntimeError(REFUSED_GRAD) from error
 
 
+class InputChain:
+    """Leads a tensor that several linears take in a row through their nodes: each passes it on to the next, as a view.
+
+    So a linear's backward pass is given the sum of the input's gradients of those after it, and adds its own within the
+    product that makes it. Autograd would add them by kernels, of which each reads two gradients and writes one.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, int, Tensor] | None = None
+
+    def follow(self, x: Tensor) -> Tensor:
+        """What the linear before passed on, if it took this tensor, which has not been written since; else x."""
+        if self._last is None or self._last[0] is not x or self._last[1] != x._version:
+            return x
+        return self._last[2]
+
+    def note(self, x: Tensor, passed_on: Tensor) -> None:
+        self._last = x, x._version, passed_on
+
+    def forget(self) -> None:
+        """Free the tensors, at the end of a forward pass."""
+        self._last = None
+
+
 def with_gradient_of_its_own(tensor: Tensor) -> Tensor:
     """The same tensor, whose gradient shares its memory with no other one.
 

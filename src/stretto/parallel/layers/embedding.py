@@ -37,11 +37,15 @@ class _VocabularyLookup(torch.autograd.Function):
             found = look_up_rows(ids, parts.addresses, first_row, weight.rows, parts.own)
         else:
             rows = weight.gather(parameter, is_recorded=bool(ctx.next_functions)).rows
-        ids = ids - first_row
-        is_elsewhere = (ids < 0) | (ids >= weight.rows)
-        ids = ids.masked_fill(is_elsewhere, 0)
+        is_elsewhere: Tensor | None = None
+        if group.size() > 1:
+            ids = ids - first_row
+            is_elsewhere = (ids < 0) | (ids >= weight.rows)
+            ids = ids.masked_fill(is_elsewhere, 0)
         if parts is None:
-            found = F.embedding(ids, rows).masked_fill_(is_elsewhere.unsqueeze(-1), 0)
+            found = F.embedding(ids, rows)
+            if is_elsewhere is not None:
+                found.masked_fill_(is_elsewhere.unsqueeze(-1), 0)
         ctx.weight, ctx.padding_row, ctx.parameter, ctx.tokens = weight, padding_row, parameter, tokens
         ctx.save_for_backward(ids, is_elsewhere)
         return all_reduce(found, group) if tokens is None else tokens.scatter_sum(found)
@@ -55,7 +59,8 @@ class _VocabularyLookup(torch.autograd.Function):
         weight: WeightShard = ctx.weight
         if ctx.tokens is not None:
             gradient = ctx.tokens.gather_rows(gradient).view(*ids.shape, gradient.shape[-1])
-        gradient = gradient.masked_fill(is_elsewhere.unsqueeze(-1), 0)
+        if is_elsewhere is not None:
+            gradient = gradient.masked_fill(is_elsewhere.unsqueeze(-1), 0)
         rows = torch.ops.aten.embedding_dense_backward(gradient, ids, weight.rows, ctx.padding_row, False)
         weight.start_reduction(ctx.parameter, rows)
         return None, None, None, None, None, None, None

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.parallel.comm.autograd import (
+    InputChain,
     apply,
     directly_called,
     is_asked_for,
@@ -229,12 +230,15 @@ class LinearPlan:
         return y
 
     def start_input_gradient(
-        self, gradient: Tensor, matrix: Tensor, *, wants_weight: bool = True
+        self, gradient: Tensor, matrix: Tensor, *, wants_weight: bool = True, total: Tensor | None = None
     ) -> tuple[Pending, Tensor]:
         """Begin to make the input's gradient from the output's and `matrix` [in, out]; and the latter of all tokens.
 
-        wants_weight: the weight's gradient is made of it, too.
+        wants_weight: the weight's gradient is made of it, too. total: the sum so far, to which it is added.
         """
+        if total is not None:
+            total.flatten(0, -2).addmm_(gradient.flatten(0, -2), matrix.t())
+            return Pending(total), gradient
         if isinstance(entering := self.output_edge, ShardedTokens):
             grad_x, gradient = self.gather_and_multiply(entering, gradient, matrix.t())
             return Pending(all_reduce(grad_x, self.input_edge.group)), gradient
@@ -433,7 +437,7 @@ class _SaveFirst(torch.autograd.Function):
 class _Linear3D(torch.autograd.Function):
     """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd.
 
-    saved: of `_SaveFirst`; None: this function saves them.
+    saved: of `_SaveFirst`; None: this function saves them. passes_on: also return x, for the next link of `InputChain`.
     """
 
     @staticmethod
@@ -445,8 +449,11 @@ class _Linear3D(torch.autograd.Function):
         plan: LinearPlan,
         gathered: GatheredInput | None,
         saved: Tensor | None,
-    ) -> Tensor:
+        passes_on: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.saver, weight = None if saved is None else saved.grad_fn, None
+        ctx.set_materialize_grads(not passes_on)
+        passed_on = x.view_as(x) if passes_on else None
         if ctx.saver is not None:
             weight, ctx.saver.weight = ctx.saver.weight, None
         if weight is None:
@@ -460,11 +467,13 @@ class _Linear3D(torch.autograd.Function):
         ctx.version = weight.version if plan.keeps_weights else writes_of(parameter)
         if ctx.saver is None:
             ctx.save_for_backward(*_pack(x, weight if plan.keeps_weights else None))
-        return y
+        return y if passed_on is None else (y, passed_on)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor | None, total: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        if gradient is None:  # the output is not used, and what was passed on is
+            return total, None, None, None, None, None, None
         plan: LinearPlan = ctx.plan
         x, x_scale, rows, scale = (ctx if ctx.saver is None else ctx.saver).saved_tensors
         grad_bias = pending = None
@@ -473,7 +482,7 @@ class _Linear3D(torch.autograd.Function):
         whole, wants_weight = gradient, is_asked_for(ctx, 1)
         if ctx.needs_input_grad[0]:
             matrix = plan.matrix(plan.weight_for_backward(rows, ctx.parameter, ctx.version, scale))
-            pending, whole = plan.start_input_gradient(gradient, matrix, wants_weight=wants_weight)
+            pending, whole = plan.start_input_gradient(gradient, matrix, wants_weight=wants_weight, total=total)
         elif wants_weight and isinstance(plan.output_edge, ShardedTokens):
             whole = plan.output_edge.gather(gradient)
         flat = gradient.flatten(0, -2)  # for both
@@ -482,7 +491,7 @@ class _Linear3D(torch.autograd.Function):
             plan.make_weight_gradient(ctx.parameter, plan.restore(x, x_scale), whole)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0)
-        return None if pending is None else pending.wait(), None, grad_bias, None, None, None
+        return None if pending is None else pending.wait(), None, grad_bias, None, None, None, None
 
 
 def _pack(x: Any, weight: GatheredWeight | None) -> tuple[Tensor | None, ...]:
@@ -619,12 +628,25 @@ class ParallelLinear(ShardedModule):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
         if tokens is None:
-            return apply(_Linear3D, x, self.weight, bias, self.plan, None, self._save_first(x))
+            chain = self._find_chain(x)
+            if chain is None:
+                return apply(_Linear3D, x, self.weight, bias, self.plan, None, self._save_first(x))
+            y, passed_on = apply(_Linear3D, chain.follow(x), self.weight, bias, self.plan, None, None, True)
+            chain.note(x, passed_on)
+            return y
         rows = x.flatten(0, -2).contiguous()
         if self.plan.is_rowwise:
             tokens.whole(rows)  # refuses tokens of another batch
             return apply(_Linear3D, rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
         return tokens.whole(apply(_Linear3D, rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
+
+    def _find_chain(self, x: Tensor) -> InputChain | None:
+        """What leads the input from one linear to the next, if its gradient is asked for and nothing is sent."""
+        plan, gradients = self.plan, self.plan.shard.gradients
+        is_plain = plan.sends_nothing and plan.shard.scaling is None and not (plan.is_invariant or plan.matmuls.is_on)
+        if not is_plain or not gradients.is_in_forward or is_recomputed():
+            return None
+        return gradients.chain if x.requires_grad and torch.is_grad_enabled() else None
 
     def _save_first(self, x: Tensor) -> Tensor | None:
         """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""

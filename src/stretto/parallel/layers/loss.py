@@ -15,13 +15,15 @@ from stretto.execution import IGNORED_TARGET, LOGITS_ROW_MULTIPLE, LOGITS_SLICE
 from stretto.ops import cross_entropy
 from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.collectives import all_reduce
-from stretto.parallel.comm.gradient_norm import scale_by
+from stretto.parallel.comm.gradient_norm import scale_by, scale_gradients
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import check_ids
 from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
 from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layers.sharded_module import gather_features
 from stretto.suggestions import require_type
+
+_TILE = 256  # tokens, of which a slice has a multiple, as products take them
 
 
 class ParallelHead(ParallelLinear):
@@ -79,12 +81,12 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         needs_gradient = is_recorded and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
-        grad_weight = torch.zeros(weight.shape, dtype=exact, device=hidden.device) if needs_gradient else None
+        grad_weight: Tensor | None = None
         grad_bias = (
             torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
         )
         has_kernels = bias is None and cross_entropy.suits_kernels(hidden)
-        length = _tokens_of_slice(head, hidden.dtype, is_wide=not has_kernels)
+        length = _tokens_of_slice(head, len(hidden), hidden.dtype, is_wide=not has_kernels)
         for start in range(0, hidden.shape[0], length):
             part = slice(start, start + length)
             if plan.is_invariant:
@@ -110,11 +112,12 @@ class _HeadLoss(torch.autograd.Function):
                     gradient = gradient.to(hidden.dtype)
             del logits  # the next slice's take its memory again
             total += torch.where(is_valid, loss, 0).sum()
-            if grad_hidden is not None and grad_weight is not None:
+            if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
-                _add_product(grad_weight, gradient.t(), hidden[part])
+                grad_weight = _add_product(grad_weight, gradient.t(), hidden[part], exact)
             del gradient
-        if grad_hidden is not None and grad_weight is not None:
+        if grad_hidden is not None:
+            grad_weight = hidden.new_zeros(weight.shape) if grad_weight is None else grad_weight  # of no tokens
             all_reduce(grad_hidden, plan.input_grad_reduce_group)
             ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(hidden.dtype), grad_bias)
         ctx.plan, ctx.parameter = plan, parameter
@@ -124,10 +127,13 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        hidden = scale_by(grad_hidden, gradient)
+        if torch._C._autograd._get_current_graph_task_keep_graph():  # for another backward pass
+            grad_hidden, grad_weight = (scale_by(each, gradient) for each in (grad_hidden, grad_weight))
+        else:
+            scale_gradients((grad_hidden, grad_weight), gradient)
         if is_asked_for(ctx, 1):
-            ctx.plan.shard.start_reduction(ctx.parameter, scale_by(grad_weight, gradient))
-        return hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
+            ctx.plan.shard.start_reduction(ctx.parameter, grad_weight)
+        return grad_hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
 def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -138,25 +144,31 @@ def _sum_of_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(statistics_dtype(logits)), targets, ignore_index=IGNORED_TARGET, reduction="sum")
 
 
-def _tokens_of_slice(head: ParallelHead, dtype: torch.dtype, *, is_wide: bool) -> int:
-    """The number of tokens whose logits are in memory at a time. is_wide: they are also stored in fp32.
+def _tokens_of_slice(head: ParallelHead, tokens: int, dtype: torch.dtype, *, is_wide: bool) -> int:
+    """The number of tokens whose logits are in memory at a time: of about equal slices. is_wide: they are also stored
+    in fp32.
 
     Ranks that have the same tokens must take the same slices, whatever their part of the vocabulary.
     """
     widest = max(1, -(-head.vocab // head.grid.size("x")))
-    if is_wide:
-        return max(1, LOGITS_SLICE // widest)
-    return max(1, LOGITS_SLICE * (torch.float32.itemsize + dtype.itemsize) // dtype.itemsize // widest)
+    numbers = LOGITS_SLICE if is_wide else LOGITS_SLICE * (torch.float32.itemsize + dtype.itemsize) // dtype.itemsize
+    most = max(1, numbers // widest)
+    if most < _TILE:
+        return most
+    slices = -(-tokens // (most // _TILE * _TILE))
+    return -(-tokens // max(slices, 1) // _TILE) * _TILE or most
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which may be of a wider dtype: on a GPU within the product, without a rounding between."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.ops.aten.addmm.dtype_out(total, a, b, total.dtype, out=total)
-    else:
-        total += a @ b
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add a @ b to `total`, if there is one, of `dtype`: on a GPU within the product, without a rounding between."""
+    if total is None:
+        narrow = dtype != a.dtype
+        return torch.mm(a, b, out_dtype=dtype) if narrow and a.is_cuda else (a @ b).to(dtype)
+    if dtype == a.dtype:
+        return total.addmm_(a, b)
+    if total.is_cuda:
+        return torch.ops.aten.addmm.dtype_out(total, a, b, dtype, out=total)
+    return total.add_(a @ b)
 
 
 def _cross_entropy_by_kernels(
