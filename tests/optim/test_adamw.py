@@ -217,6 +217,23 @@ def step_after_loading(seed):
     torch.testing.assert_close(loaded, saved, rtol=1e-6, atol=1e-6, check_stride=False)
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_options_that_the_kernel_has_not_are_torchs_where_it_could_run(option, is_loaded):
+    torch.manual_seed(SEED)
+    ours, theirs = (nn.Parameter(torch.full((2, 3), 0.5)) for _ in range(2))
+    other = torch.optim.AdamW([theirs], lr=0.1, **{option: True})
+    one = AdamW([ours] if is_loaded else [{"params": [ours], option: True}], lr=0.1)
+    if is_loaded:
+        one.load_state_dict(copy.deepcopy(other.state_dict()))
+    with mock.patch.object(adamw, "_suits_kernel", return_value=True):
+        for size in (3.0, 0.1):
+            ours.grad, theirs.grad = (torch.full_like(ours, size) for _ in range(2))
+            one.step(scale=torch.tensor(1.0))
+            other.step()
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform")
 def test_moments_of_another_memory_format_are_loaded_as_the_kernel_reads_them(interpret):
     print(f"seed {SEED}")

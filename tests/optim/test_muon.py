@@ -350,6 +350,9 @@ def test_bad_input_is_refused(ranks):
         Muon([{"params": [weight], "use_muon": True, "row_parts": [[RowParts(0, 4, 4)]]}])
     with pytest.raises(ValueError, match="use_muon=False would do"):
         Muon([nn.Parameter(torch.ones(3))])
+    for name, value in {"momentum": 0.9, "nesterov": False, "ns_steps": 6, "maximize": True}.items():
+        with pytest.raises(ValueError, match=f"has {name}, of which groups have none"):
+            Muon([{"params": [weight], "use_muon": True, name: value}])
 
 
 class Small(nn.Sequential):

@@ -20,8 +20,8 @@ class AdamW(torch.optim.AdamW):
 
     The state has torch's names and shapes, and each can load the other's. On a GPU, contiguous fp32 parameters are
     updated by a Triton kernel, which moves 28 bytes a parameter, where scaling first moves 36. All others are scaled by
-    `scale_gradients` and updated by torch. On a GPU, a step after a failed wait for another rank updates nothing
-    (`stretto.optim.guard`).
+    `scale_gradients` and updated by torch, as are all where a group, or a state that was loaded, has `amsgrad` or
+    `maximize`. On a GPU, a step after a failed wait for another rank updates nothing (`stretto.optim.guard`).
 
     lr: a number, or a 0-dim tensor on the device, as captured steps need; in fp64 it gives the number's bits.
 
@@ -79,7 +79,9 @@ class AdamW(torch.optim.AdamW):
                 for group in self.param_groups
             ]
             gradients = [gradient for found in groups for _, _, gradient in found]
-            if gradients and all(map(_suits_kernel, [*gradients, *(mine for found in groups for _, mine, _ in found)])):
+            parts = [*gradients, *(mine for found in groups for _, mine, _ in found)]
+            is_plain = not any(group["amsgrad"] or group["maximize"] for group in self.param_groups)
+            if gradients and is_plain and all(map(_suits_kernel, parts)):
                 scale = None if scale is None else scale.float()
                 for group, found in zip(self.param_groups, groups, strict=True):
                     self._update(group, found, scale, skip)

@@ -32,6 +32,7 @@ from stretto.parallel.state import require_state
 from stretto.suggestions import require_one_of, require_type
 
 AdjustLr = Literal["match_rms_adamw", "original"]
+_OF_ALL_GROUPS = "momentum", "nesterov", "iteration", "adjust_lr", "ns_steps", "ns_coefficients", "adjust_lr_fn"
 DEFAULT_MOMENTUM = 0.95
 _TABLES = nn.Embedding, nn.EmbeddingBag, ParallelEmbedding, ParallelPositions, ParallelHead
 _HEADS = "head", "lm_head", "embed_out", "output_projection", "score", "classifier", "qa_outputs"
@@ -203,6 +204,12 @@ class Muon(AdamW):
         if self._overlap is not None and param_group.get("use_muon"):
             raise ValueError("add matrices before overlap_with, which exchanges those that there are")
         group = {"use_muon": False, "fused": False, **param_group}
+        ignored = [name for name in _OF_ALL_GROUPS if name in group] + ["maximize"] * bool(group.get("maximize"))
+        if group["use_muon"] and ignored:
+            raise ValueError(
+                f"a group of matrices has {', '.join(ignored)}, of which groups have none of their own: give momentum, "
+                "nesterov, iteration and adjust_lr to Muon, for all groups, and minimize"
+            )
         parts, layouts = (list(group.pop(key, None) or ()) for key in ("row_parts", "layouts"))
         super().add_param_group(group)
         parameters = self.param_groups[-1]["params"]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over ranks with residual and norm: kernels and the library beside fp64, and separate calls' bits."""
 
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -138,6 +139,25 @@ def test_fp8_operands_have_scales(interpret):
 
 
 @torch.no_grad()
+@torch.no_grad()
+def norm_nothing(rows, columns):
+    x, weight = torch.ones(rows, columns), torch.ones(columns)
+    for norm, invariant in itertools.product(("rms", "layer"), (False, True)):
+        options = {"eps": EPS, "norm": norm, "invariant": invariant}
+        for out in (
+            *ops.all_reduce_norm(x, x, weight, **options),
+            *ops.matmul_all_reduce_norm(torch.ones(rows, 8), torch.ones(columns, 8), x, weight, **options),
+            ops.invariant_norm(x, weight, eps=EPS, norm=norm),
+        ):
+            assert out.shape == (rows, columns)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
+def test_a_norm_of_no_rows_or_columns_is_empty(interpret, ranks, shape):
+    interpret(2, norm_nothing, *shape)
+    ranks(2).run(norm_nothing, *shape)
+
+
 def norm_rows():
     """Whether exact norms have torch's bits, in a kernel, for rows of any size of numbers."""
     same = []

@@ -228,7 +228,7 @@ def find_packets_obstacle(
 
 def count_rows_at_a_time(columns: int, wire: torch.dtype, world: int) -> int:
     """The rows whose sums a call sends as packets, each rank to all: where latency counts, not bandwidth."""
-    return max(1, MAX_PACKET_BYTES // (columns * wire.itemsize * max(1, world - 1)))
+    return max(1, MAX_PACKET_BYTES // (max(1, columns) * wire.itemsize * max(1, world - 1)))
 
 
 def add_in_parts(run: Callable[[slice], tuple[Tensor, Tensor]], rows: int, step: int) -> tuple[Tensor, Tensor]:

@@ -193,9 +193,10 @@ def add_and_normalize_by_torch(total: Tensor, operands: NormOperands, norm: Norm
 def normalize_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Tensor:
     """The norm of rows [m, n], by torch."""
     value, columns = x.float(), x.shape[-1]
+    is_exact = norm.is_exact and columns > 0  # of none there is no largest
     if norm.kind == "layer":
-        value = value - (_sum_exactly(value) / columns if norm.is_exact else value.mean(-1, keepdim=True))
-    if norm.is_exact:
+        value = value - (_sum_exactly(value) / columns if is_exact else value.mean(-1, keepdim=True))
+    if is_exact:
         square = _sum_exactly(value, squared=True) / columns
         scale = 1 / (square + norm.eps).double().sqrt().float()  # not all of torch's roots of fp32 are the nearest
     else:
