@@ -36,7 +36,105 @@ stores the whole configuration in `config.toml`, which is again a file for `stre
 [demo](../src/stretto/configs/demo.toml), [gpt2-small](../src/stretto/configs/gpt2-small.toml),
 [llama](../src/stretto/configs/llama.toml), [long-context](../src/stretto/configs/long-context.toml),
 [moe](../src/stretto/configs/moe.toml) and [dlrm](../src/stretto/configs/dlrm.toml). The options of GPTs and of
-[Hugging Face models](fine-tuning.md) come first, then [those of DLRMs](#a-dlrms-options).
+[Hugging Face models](fine-tuning.md) come first, then [those of DLRMs](#a-dlrms-options), and at last
+[environment variables](#environment-variables), which are not of a run alone.
+"""
+
+VARIABLES = (  # name, value, default, meaning
+    (
+        "STRETTO_CACHE",
+        "a folder",
+        "`$XDG_CACHE_HOME/stretto`, or `~/.cache/stretto`",
+        "where measured times, compiled code and tokens are kept: all of it can be made again. On several "
+        "machines, a folder that all see saves [tokenizing](data.md#documents) on each",
+    ),
+    (
+        "STRETTO_DEBUG",
+        "`0` \\| `1`",
+        "`0`",
+        "ranks compare each call of an [operator](operators.md#limits) or of the "
+        "[backend](backend.md#when-something-goes-wrong) before it starts",
+    ),
+    (
+        "STRETTO_CONFIRM",
+        "`0` \\| `1`",
+        "`1`",
+        "the first call of a kind [times](operators.md#which-implementation-runs) kernel and library on its "
+        "own operands",
+    ),
+    (
+        "STRETTO_COLLECTIVES_TABLE",
+        "a file",
+        "the times in the cache",
+        "measured times by which [collectives](gpu-collectives.md#which-algorithm-runs) are chosen",
+    ),
+    (
+        "STRETTO_SCHEDULES",
+        "a folder",
+        "none",
+        "MSCCL XML files that each group of the [backend](backend.md) installs",
+    ),
+    (
+        "STRETTO_NODES",
+        "`2x4`: nodes x ranks, or `3,1`: ranks of each node",
+        "machines are nodes",
+        "declares ranks of one machine to be [several nodes](two-levels.md#try-it-on-one-machine); the same "
+        "on all ranks, or it is refused",
+    ),
+    (
+        "STRETTO_NICS",
+        "names, with commas",
+        "all that are up and about the fastest",
+        "the [interfaces](two-levels.md#network-interfaces) of which each rank takes the nearest",
+    ),
+    (
+        "STRETTO_PROXY",
+        "`auto` \\| `native` \\| `python`",
+        "`auto`",
+        "who sends [puts between nodes](between-nodes.md): a thread in C++, compiled at first use (4 "
+        "seconds), or one in Python, with the same frames; `auto` is native where there is a compiler",
+    ),
+    (
+        "STRETTO_WATCHDOG",
+        "seconds, 0 for never",
+        "`60`",
+        "a [failed wait](when-ranks-fail.md#failed-waits-of-gpu-kernels) that nothing has raised by then ends "
+        "the process",
+    ),
+    (
+        "STRETTO_JOB_TOKEN",
+        "a secret",
+        "none",
+        "keys what [watchers](security.md#how-ranks-are-watched) of several nodes tell each other",
+    ),
+    (
+        "STRETTO_SHARE_GPUS",
+        "`0` \\| `1`",
+        "`0`",
+        "for tests: [several ranks share a GPU](testing.md#ranks-that-share-a-gpu)",
+    ),
+    (
+        "STRETTO_SIGNAL_BY_COPIES",
+        "`0` \\| `1`",
+        "`0`",
+        "for tests: operators do as on [GPUs without atomic operations on each other's "
+        "memory](operators.md#which-implementation-runs)",
+    ),
+)
+
+ENVIRONMENT = """\
+## Environment variables
+
+Set them for all ranks alike, before the ranks start. Empty is unset; another value than the table's is an error.
+
+| variable | value | default | meaning |
+|---|---|---|---|
+{rows}
+
+`stretto train` sets two for its ranks: `STRETTO_ATTEMPT`, how often ranks were started before, and, with
+`train.max_restarts`, `STRETTO_SLOTS`, [the slots in use](when-ranks-fail.md#restartsjsonl). Of others' variables it
+reads those of [launchers](launching.md), `GLOO_SOCKET_IFNAME`, `MASTER_ADDR`, `OMP_NUM_THREADS`, and `CXX` and
+`NCCL_HOME` to compile; `TRITON_INTERPRET=1` has kernels [run on CPUs](tiles.md#without-a-gpu).
 """
 
 
@@ -47,6 +145,8 @@ def reference() -> str:
         if kind is not TrainConfig:
             also = ", ".join(f"`{name}`" for name in RunOptions.model_fields if _is_shared(name, kind))
             pieces += [f"{kind.reference}{also}.\n", *_tables(kind)]
+    rows = (f"| `{name}` | {value} | {default} | {meaning} |" for name, value, default, meaning in VARIABLES)
+    pieces.append(ENVIRONMENT.format(rows="\n".join(rows)))
     return "\n".join(pieces)
 
 

@@ -4,7 +4,7 @@
 As AxoNN does, it divides GPUs into pipeline stages and replicas alone, in message-driven order, and recomputes
 activations; of these it takes the fastest that fits into 16 GB. Needs no GPU.
 
-python examples/plan_pruned.py lab/results/published-sparse
+python examples/plan_pruned.py [FOLDER]
 """
 
 import json
@@ -100,4 +100,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "."))

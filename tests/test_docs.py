@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The README and the pages of docs/: links lead somewhere, pictures are shown, and what they count is so."""
 
+import inspect
+import json
 import re
 import runpy
 from functools import cache
@@ -9,6 +11,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from stretto.collectives.algorithms import ALGORITHMS
+from tests.cli.answers import walk_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab" / "results").rglob("*.md")])
@@ -53,19 +56,24 @@ def test_the_readme_counts_the_algorithms() -> None:
     assert "Nineteen algorithms" in (ROOT / "README.md").read_text()
 
 
-def test_every_result_of_the_readme_names_its_runs_commits() -> None:
+def test_every_result_of_the_readme_names_its_runs_days_and_commits() -> None:
     index = [line for line in INDEX.read_text().splitlines() if line.startswith("| [")]
-    table = (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n- ")[0]
-    rows = [line.split("|") for line in table.splitlines() if line.startswith("|")][2:]
+    section = (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n- ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|") and LINK.search(line)]
     assert len(rows) > 10
-    for *_, measured, run, _ in rows:
-        (link,) = LINK.findall(measured)
-        folder = re.match(r"lab/results/([^/]+)/", link)
-        named = f"| [{folder[1]}](" if folder else link.partition("#")[0]  # a page of docs quotes its runs
-        runs = " ".join(line for line in index if named in line)
-        commits = re.findall(r"\b[0-9a-f]{8}\b", run)
-        assert commits, link
-        assert [commit for commit in commits if commit not in runs] == [], link
+    for row in rows:
+        run = row.split("|")[-2]
+        quoted, found = re.findall(r"(\d\d), ([0-9a-f]{8})", run), []
+        for link in LINK.findall(row):
+            if (record := (ROOT / link).with_suffix(".json")).is_file():
+                made = json.loads(record.read_text())
+                found.append((made["date"].removeprefix("2026-11-"), made["commit"]))
+            else:  # an account of several runs, whose commits the index has
+                folder = link.split("/")[2]
+                commits = " ".join(line for line in index if f"| [{folder}](" in line)
+                found += [(day, commit) for day, commit in quoted if commit in commits]
+        assert quoted, row
+        assert set(quoted) == set(found), row
 
 
 def test_the_reference_has_an_entry_for_every_name_that_a_package_exports() -> None:
@@ -78,6 +86,29 @@ def test_the_reference_has_an_entry_for_every_name_that_a_package_exports() -> N
         page = reference["write_page"](package, packages)
         assert [name for name in names if f"heading: {name}\n" not in page and f"## {name}\n" not in page] == []
         assert f"({package}.md)" in index
+
+
+# What Stretto's own processes tell each other.
+INTERNAL = {"CHECKED", "COUNTERS", "ERROR_FILE", "PRINTED_CHECKPOINTS", "STORE_SOCKET"}
+
+
+def test_every_environment_variable_is_on_one_page() -> None:
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py")]
+    read = {name for text in sources for name in re.findall(r'"STRETTO_([A-Z_]+)"', text)}
+    page = (ROOT / "docs" / "configuration.md").read_text().partition("## Environment variables")[2]
+    assert read - INTERNAL == set(re.findall(r"`STRETTO_([A-Z_]+)`", page))
+
+
+def test_the_index_lists_every_command_and_example() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    table = page.partition("## Commands")[2].partition("## Glossary")[0]
+    commands = {name for name in walk_commands() if " " not in name}
+    assert len(commands) > 10
+    assert {name for name in commands if f"`{name}`" not in table} == set()
+    listed = {(ROOT / "docs" / link).resolve() for link in LINK.findall(table)}
+    examples = {path for path in (ROOT / "examples").iterdir() if path.suffix == ".py"}
+    assert len(examples) > 4
+    assert examples <= listed
 
 
 def exists(name: str) -> bool:
@@ -93,6 +124,22 @@ def test_names_of_the_library_that_pages_mention_exist() -> None:
     names = {name for page in pages for name in re.findall(r"`(stretto(?:\.[A-Za-z_]\w*)+)", prose(page))}
     assert len(names) > 20
     assert {name for name in names if not exists(name)} == set()
+
+
+def test_signatures_that_pages_give_are_those_of_the_functions() -> None:
+    found = 0
+    for page, package in (("operators", "stretto.ops"), ("ops-moe", "stretto.ops.moe"), ("tiles", "stretto.tiles")):
+        module = import_module(package)
+        for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines():
+            heads = line.split(" | ")[0] if line.startswith(("| `", "**`")) else ""
+            for name, given in re.findall(r"`(\w+)\(([^`]*)\)`", heads):
+                function = getattr(module, name)
+                parameters = [*inspect.signature(getattr(function, "fn", function)).parameters]
+                names = [each.partition("=")[0].strip() for each in given.split(",")]
+                named = [each for each in names if each.isidentifier()]
+                assert [each for each in parameters if each in named] == named, (page, name)
+                found += 1
+    assert found > 40
 
 
 def test_every_page_is_in_the_sites_navigation() -> None:

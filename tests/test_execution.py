@@ -29,6 +29,8 @@ def test_each_option_is_described_once_and_an_unknown_policy_is_refused():
     assert [*ExecutionKeywords.__annotations__] == [*described]
     of_file = {name: field.description for name, field in RunConfig.model_fields.items() if name in described}
     assert of_file == {name: described[name] for name in described if name not in ("overlap", "fp8", "stages")}
+    keywords = (parallel.parallelize.__doc__ or "").partition("keyword")[2]
+    assert [name for name in described if name not in keywords] == []
     for name in described:
         assert f"{name}: {option_help(name)}" in " ".join((ExecutionOptions.__doc__ or "").split())
     with pytest.raises(ValueError, match="reshard is 'never', but must be one of after_forward, after_backward"):

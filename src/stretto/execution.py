@@ -346,7 +346,7 @@ class ExecutionOptions:
         "auto",
         "replace norms, rotary positions, gated SiLUs and the loss of a transformers model by fused kernels: `auto`: "
         "on GPUs, where they compute the same and torch.compile does not; `false`: nowhere ([what it does to "
-        "bits](parallelize.md#fused-kernels))",
+        "bits](hugging-face.md#fused-kernels))",
     )
     two_level: TwoLevel = _option(
         False,

@@ -257,8 +257,12 @@ def test_the_demos_configuration_runs_on_the_grid_of_the_readme() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.toml")), ids=lambda file: file.name)
-def test_every_example_configuration_can_be_read(file: Path) -> None:
-    assert load_config(file).train.steps > 0
+def test_every_example_configuration_can_be_read_as_each_of_its_own_commands_sets_it(file: Path) -> None:
+    header = file.read_text().partition("\n\n")[0].replace("\\\n#", " ")
+    commands = re.findall(r"stretto train \S+\.toml(.*)", header)
+    assert commands
+    for options in commands:
+        assert load_config(file, re.findall(r"--set (\S+)", options)).train.steps > 0
 
 
 def test_the_page_on_configuration_is_current() -> None:

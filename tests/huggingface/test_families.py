@@ -321,6 +321,6 @@ def test_every_family_of_the_table_is_tested_here_or_among_models_with_a_plan():
 
 
 def test_the_documentation_lists_the_families_of_the_table():
-    page = (Path(__file__).parents[2] / "docs" / "parallelize.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "hugging-face.md").read_text()
     listed = page.partition("by `config.model_type`: ")[2].partition(". ")[0]
     assert listed == ", ".join(f"`{family}`" for family in sorted(WITH_ROLES))

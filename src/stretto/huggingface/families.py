@@ -6,7 +6,7 @@ Plain data, without imports of torch or transformers.
 To add a family, add it to `FAMILIES`, and what it needs:
 
 - For `parallelize`: `roles`, a function of family_roles.py, unless transformers has a tensor-parallel plan that ranks
-  can follow; a case in tests/huggingface/test_families.py; its name in docs/parallelize.md.
+  can follow; a case in tests/huggingface/test_families.py; its name in docs/hugging-face.md.
 - For the planner: `decoder`, which tests/huggingface/test_config_json.py compares with transformers' model; its name
   in docs/planning.md.
 """

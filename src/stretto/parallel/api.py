@@ -68,7 +68,7 @@ def parallelize(
     seed: a model on the meta device is initialized here, from this seed and each module's name: the same on every grid.
         None fills parameters with NaN, for weights that are loaded afterwards.
     options: how a step executes (`stretto.execution.ExecutionOptions`). Its fields may also be passed as keyword
-        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, fused, two_level, stages,
+        arguments (`changes`): overlap, reshard, recompute, shard_sequence, tune_matmuls, fused, two_level, fp8, stages,
         drop_duplicates, expert_rows, invariant and expert_reduce. shard_sequence takes transformers' models of known
         families, and models that declare support (`takes_sharded_sequence`: attention reads shapes from the outputs of
         linears), such as `stretto.models.GPT`; and tokens, batch x seq, that x divides.

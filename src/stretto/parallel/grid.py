@@ -70,8 +70,7 @@ class Grid:
     `data` and `z` split the batch; `context` splits each sequence; `x`, `y` and `z` split the weights; `pipe` splits
     the layers. context_weights: "copy", each rank of `context` has what x, y and z leave of a weight; "shard", it
     shards them as z does, together with z. Start the job with torchrun (or `stretto train`); a grid of one rank needs
-    no launcher. Collective:
-    every rank of the job must create the same grid.
+    no launcher. Collective: every rank of the job must create the same grid.
 
     `expert` is the size of the expert-parallel axis of a mixture-of-experts model. It adds no ranks: for experts'
     parameters it reuses the innermost ranks of data, then ranks of z (`stretto.axes.fold_experts`). The remaining ranks

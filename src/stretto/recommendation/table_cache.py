@@ -30,7 +30,7 @@ class RowCache:
     """A table in host memory, and a cache of its rows on the device.
 
     weight: [slots, dim] on the device, the cached rows. slots: int32 [rows] on the device, 1 plus a row's slot, or 0.
-    rows: int64 [slots], the row in each slot. hits, looked_up: counts of look-ups since the last `reset_counts`.
+    rows: int64 [slots], the row in each slot. hits, looked_up: counts of look-ups since the last `hit_rates`.
     """
 
     def __init__(self, rows: int, dim: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:

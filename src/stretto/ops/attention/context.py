@@ -70,7 +70,10 @@ def all_gather_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """`context_attention` that receives the next rank's keys while it attends to those of one: two ranks' in memory."""
+    """`context_attention` that receives the next rank's keys while it attends to those of one: two ranks' in memory.
+
+    Options and errors are those of `context_attention`.
+    """
     return context_attention(q, k, v, group, implementation="ring", **options)
 
 

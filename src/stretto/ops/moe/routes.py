@@ -2,7 +2,7 @@
 """Takes tokens from their ranks to their experts' ranks and back, as many as there are, by the library's all-to-alls.
 
 A token is sent once to each rank that has experts of it, however many of them: a *pair* of a token and a rank. What a
-rank receives are its *places*; `index_places` finds the row of each of their choices. A rank sums a place's rows, and
+rank receives are its *places*; `PlaceIndex` has the row of each of their choices. A rank sums a place's rows, and
 sends one row back.
 
 Collectives that follow each other nest: what `make` of the last one computes includes the ones before it. A caller that
