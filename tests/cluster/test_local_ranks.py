@@ -68,6 +68,7 @@ def test_a_rank_that_cannot_meet_the_others_is_refused(address, port):
 def nodes(declared: str, world_size: int) -> list[int]:
     """The node of each rank, numbered in the order of ranks."""
     names = [local_ranks.name_node(rank, world_size, {"STRETTO_NODES": declared}) for rank in range(world_size)]
+    local_ranks.require_declared(names)
     return [list(dict.fromkeys(names)).index(name) for name in names]
 
 

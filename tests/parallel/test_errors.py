@@ -242,7 +242,9 @@ def on_four_ranks() -> dict[str, str]:
         "load": message_of(lambda: right.load_state_dict(right.state_dict())),
     }
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        messages["autocast"] = message_of(lambda: right(x))
+        messages["autocast around fp32"] = message_of(lambda: right(x).sum().backward())
+        told = parallelize(OwnModel(), grid, roles=BOTH, dtype=torch.float32)
+        messages["autocast"] = message_of(lambda: told(x))
         in_bf16 = parallelize(OwnModel(), grid, roles=BOTH, dtype=torch.bfloat16)
         messages["autocast to its own dtype"] = message_of(lambda: in_bf16(x).sum().backward())
     right[0].bias = nn.Parameter(right[0].bias.detach() + 1)
@@ -262,7 +264,7 @@ def test_invalid_operations_after_parallelize_raise_where_they_happen(ranks: Cal
         assert "parallelize(..., dtype=torch.bfloat16)" in messages["autocast"]
         assert "0.bias was added or replaced after stretto.parallelize" in messages["replaced"]
         assert "a parameter was replaced after stretto.parallelize" in messages["replaced, in part of the model"]
-        for name in ("right", "load", "autocast to its own dtype"):
+        for name in ("right", "load", "autocast to its own dtype", "autocast around fp32"):
             assert messages[name] == "no error"
 
 

@@ -3,12 +3,14 @@
 
 import warnings
 from ast import literal_eval
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -119,6 +121,56 @@ def test_blocks_of_small_weights_whose_kernels_a_host_launches_are_gathered_whol
         expected = train_plainly(case, precision)
     count = prod(sizes.values())
     assert ranks(count).run(disagreements_by_blocks, sizes, case, precision, expected) == [{}] * count
+
+
+def gradients(model: nn.Module, ids: Tensor, *, autocasts: bool, inside: bool = False) -> dict[str, Tensor]:
+    """Whole gradients of a step, under autocast to bf16 or not, with its backward pass `inside` of that or after it."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        loss = model(input_ids=ids, labels=ids).loss
+        if inside:
+            loss.backward()
+    if not inside:
+        loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    layouts = {name: layout_of(p) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    return {name: gather(grad, layouts.get(name)) for name, grad in found.items() if grad is not None}
+
+
+def errors_under_autocast(make: Callable[[], nn.Module], sizes: Sizes, options: dict[str, Any]) -> list[float]:
+    """Mean relative errors of fp32 parameters' gradients under autocast: on a grid, and in plain PyTorch."""
+    ids, rows = torch.randint(3, 60, (4, 16), generator=torch.Generator().manual_seed(SEED)), slice(None)
+    exact = gradients(make(), ids, autocasts=False)
+    plain = gradients(make(), ids, autocasts=True)
+    grid = Grid(**sizes)
+    if grid.size("z") > 1:
+        rows = slice(2 * grid.coordinate("z"), 2 * grid.coordinate("z") + 2)
+    model = parallelize(make(), grid, **options)
+    found = gradients(model, ids[rows], autocasts=True, inside=grid.size("z") > 1)
+    assert {grad.dtype for grad in found.values()} == {torch.float32}
+    assert found.keys() == exact.keys()
+    each = [[distance(grads[name], exact[name]) for name in exact] for grads in (found, plain)]
+    return [sum(errors) / len(errors) for errors in each]
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    torch.manual_seed(SEED)
+    return make(*args)
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "sizes", "options"),
+    [
+        (hugging_face.llama, (True,), {"x": 2}, {"shard_sequence": True}),
+        (hugging_face.qwen2, (False,), {"z": 2}, {"reduce_dtype": torch.float32}),
+        (hugging_face.causal_lm, ("qwen3_moe",), {"y": 2}, {}),
+        pytest.param(hugging_face.llama, (True,), {"z": 2}, {"blocks": ["model.layers.*"]}, marks=pytest.mark.long),
+    ],
+    ids=["x", "z", "experts", "blocks"],
+)
+def test_gradients_under_autocast_of_fp32_weights_are_as_exact_as_in_plain_pytorch(ranks, make, args, sizes, options):
+    found = ranks(2).run(errors_under_autocast, partial(seeded, make, *args), sizes, options)
+    for on_grid, plain in found:
+        assert 0.5 * plain < on_grid < 1.2 * plain  # far less would be products in fp32
 
 
 def logits_and_loss(sizes: Sizes, case: Case, precision: Precision, expected: Tensor) -> tuple[float, bool, bool]:

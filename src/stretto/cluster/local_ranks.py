@@ -100,26 +100,35 @@ def agree_on_local_rank(store: Store, rank: int, world_size: int) -> int:
     return sorted(here).index(rank)
 
 
+_NODE, _WRONG = " node ", "of no job: "
+
+
 def name_node(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> str:
     """A name of this process's node, the same on ranks of one node and different on others.
 
     rank, world_size: of the job. It has the machine's name and boot id, and a number if STRETTO_NODES declares that the
     machine's ranks are on several nodes: "2x4" for two nodes of four ranks each, "3,1" for a node of three ranks and
-    one of one rank, in the order of ranks. Raises ValueError where these are not all of the job's ranks.
+    one of one rank, in the order of ranks. Where these are not all of the job's ranks, the name says so, and
+    `require_declared` raises: on all ranks that have exchanged their names, or others would wait for this one.
     """
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.is_file() else ""
     machine = f"{platform.node()} {boot}"
     if not (declared := environment.get("STRETTO_NODES", "")):
         return machine
-    return f"{machine} node {_declared_nodes(declared, world_size)[rank]} of {declared}"
+    try:
+        return f"{machine}{_NODE}{_declared_nodes(declared, world_size)[rank]} of {declared}"
+    except ValueError as error:
+        return f"{machine}{_NODE}{_WRONG}{error}"
 
 
-def require_one_declaration(names: Sequence[str]) -> None:
-    """Raise ValueError if ranks of one machine, by their nodes' names in the order of ranks, have been given different
-    STRETTO_NODES: their nodes would be neither one's."""
+def require_declared(names: Sequence[str]) -> None:
+    """Raise ValueError if a rank's STRETTO_NODES declares no nodes of the job, or if ranks of one machine have different
+    ones: their nodes would be neither one's. names: of the ranks' nodes, in the order of ranks."""
     found: dict[str, tuple[int, str]] = {}
     for rank, name in enumerate(names):
-        machine, _, node = name.partition(" node ")
+        machine, _, node = name.partition(_NODE)
+        if node.startswith(_WRONG):
+            raise ValueError(f"{node.removeprefix(_WRONG)} (rank {rank})")
         declared = node.partition(" of ")[2]
         first, text = found.setdefault(machine, (rank, declared))
         if text != declared:

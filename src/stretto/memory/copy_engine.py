@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.cluster.local_ranks import name_node
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.memory.gpus import NVML_NVLINK, nvml_supports
 from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import find_fence
@@ -45,6 +45,7 @@ def has_nvlink(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     own = str(torch.cuda.get_device_properties(device).uuid)
     here = name_node(dist.get_rank(), dist.get_world_size()), own
     nodes, gpus = zip(*all_gather_data(here, group, tuple[str, str]), strict=True)
+    require_declared(nodes)
     return all(all_gather_data(len(set(nodes)) == 1 and are_linked(own, list(gpus)), group, bool))
 
 

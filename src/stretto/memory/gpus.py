@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from stretto.cluster.local_ranks import name_node
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.memory import shared_gpus
 from stretto.memory.plain_data import all_gather_data
 
@@ -44,6 +44,7 @@ def find_obstacle(
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
     here = _Gpu(name_node(dist.get_rank(), dist.get_world_size()), str(properties.uuid), kind, shared_gpus.is_enabled())
     everyone = all_gather_data(here, group, _Gpu)
+    require_declared([gpu.node for gpu in everyone])
     nodes, identities, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
     gpus = {gpu.identity for gpu in everyone if gpu.node == here.node}
     if len(nodes) > 1 and not puts_between_nodes:

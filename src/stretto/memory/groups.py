@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, default_pg_timeout
 
-from stretto.cluster.local_ranks import name_node, require_one_declaration
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.memory.compilation import limit_of_meeting
 from stretto.memory.plain_data import all_gather_data
 from stretto.memory.symmetric import PeerError
@@ -159,7 +159,7 @@ def make_local_group(
 def find_nodes(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     """The number of each rank's node; empty if all ranks are on one. Collective."""
     names = all_gather_data(name_node(dist.get_rank(), dist.get_world_size()), group, str)
-    require_one_declaration(names)
+    require_declared(names)
     order = list(dict.fromkeys(names))
     return tuple(map(order.index, names)) if len(order) > 1 else ()
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.cluster.host_memory import host_memory_available
-from stretto.cluster.local_ranks import count_local_ranks, name_node, require_one_declaration
+from stretto.cluster.local_ranks import count_local_ranks, name_node, require_declared
 from stretto.memory.groups import exchange, find_own_rank, require_same, timed_barrier
 from stretto.memory.network.descriptors import Put
 from stretto.memory.network.endpoint import Endpoint, find_endpoint
@@ -129,11 +129,7 @@ class HostMemory(SymmetricMemory):
         descriptor = os.memfd_create(name)
         try:
             error = _reserve(descriptor, total, world_size)  # raised once the others know, or they would wait
-            node = ""
-            try:
-                node = name_node(dist.get_rank(), dist.get_world_size())
-            except ValueError as wrong:
-                error = error or wrong
+            node = name_node(dist.get_rank(), dist.get_world_size())
             process, refusal = Process(os.getpid(), _started(os.getpid())), "" if error is None else str(error)
             own = _Offer(process, descriptor, name, size, signals, what, refusal, node)
             offers = exchange(own, group, timeout, _Offer)
@@ -142,7 +138,7 @@ class HostMemory(SymmetricMemory):
             _require_offered(offers)
             _require_same(offers, rank)
             nodes = [offer.node for offer in offers]
-            require_one_declaration(nodes)
+            require_declared(nodes)
             regions = [
                 _map(offer, total, rank, peer) if offer.node == node else None for peer, offer in enumerate(offers)
             ]

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.cluster.local_ranks import name_node
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.collectives.joint.schedule import require_operator
 from stretto.memory import failures, is_debugging
 from stretto.memory.gpus import count_processors, find_capability, find_numa_domain, find_obstacle
@@ -385,6 +385,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> GroupChoices:
     is_forced, domain = read_switch(COPIES_VARIABLE), find_numa_domain(device)
     sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
     everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
+    require_declared([node for node, *_ in everyone])
     numbers = {name: number for number, name in enumerate(dict.fromkeys(node for node, *_ in everyone))}
     nodes = tuple(numbers[node] for node, *_ in everyone) if len(numbers) > 1 else ()
     found = [one for _, _, one, *_ in everyone if one is not None]

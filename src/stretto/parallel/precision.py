@@ -32,6 +32,13 @@ class Precision:
             return tensor
         return tensor.to(self.compute)
 
+    def cast_operand(self, tensor: Tensor) -> Tensor:
+        """The tensor as products take it: in the dtype of a `torch.autocast` around them, else as `cast`."""
+        device = tensor.device.type
+        if self.compute is not None or tensor.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+            return self.cast(tensor)
+        return tensor.to(torch.get_autocast_dtype(device))
+
     def sent(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which a parameter of this one is gathered (None: its own)."""
         return self.compute if dtype.is_floating_point else None

@@ -26,6 +26,7 @@ from stretto.memory.network import endpoint, interfaces
 from stretto.memory.network.endpoint import choose_proxy
 from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
+from stretto.parallel.pipeline.transports import _share_memory
 
 SEED = 63
 
@@ -227,8 +228,11 @@ def declare_on_one_rank_otherwise():
             words = f"STRETTO_NODES is '2x1' on rank 0 and '{theirs}' on rank 1 of the same machine"
             with pytest.raises(ValueError, match=words):
                 on_nodes(theirs if dist.get_rank() else "2x1", "python", call)
-    with pytest.raises(ValueError, match="'2x2', which declares nodes for 4 ranks, but the job has 2"):
-        on_nodes("2x2" if dist.get_rank() else "2x1", "python", allocate, 64)  # on both: none waits for the other
+    for call in (partial(allocate, 64), partial(find_nodes, None), name_two_levels, partial(_share_memory, None)):
+        with pytest.raises(
+            ValueError, match=r"'2x2', which declares nodes for 4 ranks, but the job has 2.* \(rank 1\)"
+        ):
+            on_nodes("2x2" if dist.get_rank() else "2x1", "python", call)  # on both: none waits for the other
 
 
 def test_nodes_that_ranks_of_a_machine_declare_in_different_ways_are_refused_on_all(ranks):

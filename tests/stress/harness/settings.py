@@ -9,7 +9,7 @@ from tests.stress.harness.catalogue import CATALOGUES
 from tests.stress.harness.ledger import Ledger
 
 from stretto.atomic_files import require_writable
-from stretto.cluster.local_ranks import name_node
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.quantities import require_least
 
 MAX_RANKS = 64
@@ -45,7 +45,7 @@ class StressSetting:
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks is {self.ranks}, but must be at most {MAX_RANKS}")
         if self.nodes:
-            name_node(0, self.ranks, {"STRETTO_NODES": self.nodes})
+            require_declared([name_node(0, self.ranks, {"STRETTO_NODES": self.nodes})])
         if not 0 < self.minutes < math.inf:
             raise ValueError(f"minutes is {self.minutes}, but must be more than 0")
         if self.results is not None:

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch.distributed as dist
 
-from stretto.cluster.local_ranks import name_node, require_one_declaration
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.memory import exchange
 from stretto.memory.plain_data import all_gather_data
 
@@ -105,7 +105,7 @@ def name_nodes(hosts: Sequence[Host]) -> list[Hashable]:
     agents is a node instead.
     """
     machines = [host.machine for host in hosts]
-    require_one_declaration(machines)
+    require_declared(machines)
     is_crowded = any(
         host.local_world_size is not None and machines.count(host.machine) > host.local_world_size for host in hosts
     )

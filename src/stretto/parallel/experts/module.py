@@ -201,7 +201,7 @@ class ParallelExperts(ShardedModule):
     ) -> Tensor:
         if self.plan.checks_features:
             check_features(hidden, "y", self.plan.name)
-        x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
+        x = self._tokens_of(hidden)
         inputs: tuple[Tensor, ...] = x, top_k_weights, top_k_index
         if self.few_tokens is not None:
             y = self._multiply_few(x, top_k_weights, top_k_index, self.few_tokens)
@@ -213,12 +213,17 @@ class ParallelExperts(ShardedModule):
         y = self.in_graphs.run(x.shape, *inputs, *self._biases())
         return note_features(y.view(hidden.shape), "y")
 
+    def _tokens_of(self, hidden: Tensor) -> Tensor:
+        """Hidden states as [tokens, features], in the dtype of the products: autocast changes none of these."""
+        compute = self.products[self._up].shard.precision.compute
+        return hidden.to(compute or self.get_parameter(self._up).dtype).flatten(0, -2)
+
     def start(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Begin to send tokens, where `can_start`. The next call takes the same arguments, and what this returns.
 
         What is called between the two runs while tokens travel, and backward while their gradients do.
         """
-        x = self.products[self._up].shard.precision.cast(hidden).flatten(0, -2)
+        x = self._tokens_of(hidden)
         with mark_experts():
             return self._start_in_graphs.run((1,), x, top_k_weights, top_k_index)
 

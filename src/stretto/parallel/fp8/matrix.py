@@ -223,7 +223,7 @@ class Fp8LinearPlan(LinearPlan):
     def gathers_as(self) -> str:
         return "scaled"
 
-    def matrix(self, weight: GatheredWeight) -> Any:
+    def matrix(self, weight: GatheredWeight, dtype: torch.dtype) -> Any:
         data, scale = weight.rows, cast(Tensor, weight.scale)
         if self.is_transposed:  # scales by outputs are those of its columns
             _, transposed = cast_scaled(data, None, scale, E4M3, scale=scale)

@@ -39,7 +39,7 @@ class JoinedLinears:
 
     def _multiply(self, part: Tensor) -> dict[nn.Module, Tensor]:
         plans = [linear.plan for linear in self._linears]
-        tokens, cast = plans[0].tokens, plans[0].shard.precision.cast
+        tokens, cast = plans[0].tokens, plans[0].shard.precision.cast_operand
         assert tokens is not None
         for linear in self._linears:
             linear.check_input(part)
@@ -53,7 +53,7 @@ class JoinedLinears:
             widths = _widths([each.plan for each in self._linears])
             # Through these the graph leads to the weights.
             keys = [each.in_graphs.key for each in self._linears]
-            x = linear.plan.shard.precision.cast(part)
+            x = linear.plan.shard.precision.cast_operand(part)
             y = self._in_graphs((*tokens.shape, sum(widths)), x, *keys, *self._biases())
             tokens.traced_outputs = y.split(widths, -1)
         return tokens.traced_outputs[self._places[linear]]
@@ -68,7 +68,7 @@ class JoinedLinears:
         return plans[0].tokens.whole(_OneProduct.apply(plans, gathered, bias, rows, *weights))
 
     def _biases(self) -> list[Tensor]:
-        cast = self._linears[0].plan.shard.precision.cast
+        cast = self._linears[0].plan.shard.precision.cast_operand
         return [cast(each.plan.used(each.local_bias())) for each in self._linears if each.bias is not None]
 
 
@@ -91,9 +91,9 @@ def _widths(plans: Sequence[LinearPlan]) -> list[int]:
     return [sum(some.stop - some.start for some in plan.used_rows) or plan.shard.rows for plan in plans]
 
 
-def _join(plans: Sequence[LinearPlan], weights: Sequence[Tensor]) -> Tensor:
-    """Gathered weights [out, in] as one matrix [in, all outs]."""
-    return torch.cat([plan.used(rows) for plan, rows in zip(plans, weights, strict=True)]).t()
+def _join(plans: Sequence[LinearPlan], weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Gathered weights [out, in] as one matrix [in, all outs], in the other operand's dtype."""
+    return torch.cat([plan.used(rows) for plan, rows in zip(plans, weights, strict=True)]).to(dtype).t()
 
 
 class _OneProduct(torch.autograd.Function):
@@ -109,7 +109,8 @@ class _OneProduct(torch.autograd.Function):
             plan.shard.gather(parameter, is_recorded=is_recorded)
             for plan, parameter in zip(plans, parameters, strict=True)
         ]
-        y, x = plans[0].make_output(x, _join(plans, [weight.rows for weight in weights]), bias, gathered)
+        matrix = _join(plans, [weight.rows for weight in weights], x.dtype)
+        y, x = plans[0].make_output(x, matrix, bias, gathered)
         ctx.plans, ctx.parameters, keeps = plans, parameters, plans[0].keeps_weights
         ctx.versions = [weight.version for weight in weights] if keeps else list(map(writes_of, parameters))
         ctx.has_bias = bias is not None
@@ -127,7 +128,7 @@ class _OneProduct(torch.autograd.Function):
                 plan.weight_for_backward(weight, parameter, version).rows
                 for plan, weight, parameter, version in zip(plans, weights, parameters, ctx.versions, strict=True)
             ]
-            pending, _ = plans[0].start_input_gradient(gradient, _join(plans, weights))
+            pending, _ = plans[0].start_input_gradient(gradient, _join(plans, weights, gradient.dtype))
         parts = gradient.split(_widths(plans), -1)
         for place, (plan, parameter, part) in enumerate(
             zip(plans, parameters, parts, strict=True), start=1 + ctx.has_bias

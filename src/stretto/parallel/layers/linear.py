@@ -362,9 +362,9 @@ class LinearPlan:
             half.wait()
         return y.view(*x.shape[:-1], columns)
 
-    def matrix(self, weight: GatheredWeight) -> Tensor:
-        """The gathered weight as [in, out]: of the outputs that this rank computes."""
-        rows = weight.rows
+    def matrix(self, weight: GatheredWeight, dtype: torch.dtype) -> Tensor:
+        """The gathered weight as [in, out], in the other operand's dtype: of the outputs that this rank computes."""
+        rows = weight.rows if weight.rows.dtype == dtype else weight.rows.to(dtype)  # under autocast
         if not self.used_rows:
             return rows if self.is_transposed else rows.t()
         return self.used(rows.t() if self.is_transposed else rows).t()
@@ -462,7 +462,7 @@ class _Linear3D(torch.autograd.Function):
         may_share = isinstance(ctx, FunctionCtx) and plan.tokens is None
         wants_columns = may_share and ctx.saver is None and bool(ctx.next_functions) and parameter.requires_grad
         how = {"may_share": may_share, "wants_columns": wants_columns}
-        y, x = plan.make_output(x, plan.matrix(weight), bias, gathered, **how)
+        y, x = plan.make_output(x, plan.matrix(weight, x.dtype), bias, gathered, **how)
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
         ctx.version = weight.version if plan.keeps_weights else writes_of(parameter)
         if ctx.saver is None:
@@ -481,7 +481,7 @@ class _Linear3D(torch.autograd.Function):
             gradient = gradient.contiguous()
         whole, wants_weight = gradient, is_asked_for(ctx, 1)
         if ctx.needs_input_grad[0]:
-            matrix = plan.matrix(plan.weight_for_backward(rows, ctx.parameter, ctx.version, scale))
+            matrix = plan.matrix(plan.weight_for_backward(rows, ctx.parameter, ctx.version, scale), gradient.dtype)
             pending, whole = plan.start_input_gradient(gradient, matrix, wants_weight=wants_weight, total=total)
         elif wants_weight and isinstance(plan.output_edge, ShardedTokens):
             whole = plan.output_edge.gather(gradient)
@@ -560,14 +560,14 @@ class ParallelLinear(ShardedModule):
                 return self.joined.output_of(self, stand_in)
             x = stand_in.part
         self.check_input(x)
-        cast = self.plan.shard.precision.cast
+        cast = self.plan.shard.precision.cast_operand
         bias = None if self.bias is None else cast(self.plan.used(self.local_bias()))
         y, axis = self._multiply(cast(x), bias), self.plan.output_axis
         return y if axis is None or not self.plan.splits_features else note_features(y, axis)
 
     def forward_in_graph(self, x: Tensor) -> Tensor:
         """The same, as one operator of a compiled graph."""
-        cast, is_row, tokens = self.plan.shard.precision.cast, x.dim() == 1, self.plan.tokens
+        cast, is_row, tokens = self.plan.shard.precision.cast_operand, x.dim() == 1, self.plan.tokens
         bias = () if self.bias is None else (cast(self.plan.used(self.local_bias())),)
         if tokens is not None and self.plan.is_rowwise:
             return self.in_graphs((*tokens.end_in_graph(x), self._features_here), cast(x), *bias)
@@ -663,13 +663,15 @@ class ParallelLinear(ShardedModule):
         self.check_autocast(x)
 
     def check_autocast(self, x: Tensor) -> None:
-        """Raise ValueError for an autocast to another dtype than this linear computes in."""
-        plan = self.plan
-        device, dtype = x.device.type, plan.shard.precision.compute or self.weight.dtype
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != dtype:
+        """Raise ValueError for an autocast to another dtype than this linear was told to compute in."""
+        device, shard = x.device.type, self.plan.shard
+        if not torch.is_autocast_enabled(device) or (shard.precision.compute is None and shard.scaling is None):
+            return
+        autocast, dtype = torch.get_autocast_dtype(device), shard.precision.compute or self.weight.dtype
+        if autocast != dtype:
             raise ValueError(
-                f"torch.autocast to {torch.get_autocast_dtype(device)} is on around {plan.name}, which computes in "
-                f"{dtype}: leave autocast out, and call parallelize(..., dtype={torch.get_autocast_dtype(device)})"
+                f"torch.autocast to {autocast} is on around {self.plan.name}, which computes in {dtype}: leave "
+                f"autocast out, and call parallelize(..., dtype={autocast})"
             )
 
     @property

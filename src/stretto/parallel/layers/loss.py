@@ -73,7 +73,7 @@ class _HeadLoss(torch.autograd.Function):
         is_recorded: bool,
     ) -> Tensor:
         plan = head.plan
-        weight = plan.shard.gather(parameter, is_recorded=is_recorded).rows
+        weight = plan.shard.gather(parameter, is_recorded=is_recorded).rows.to(hidden.dtype)
         rows = plan.shard.rows
         if rows % LOGITS_ROW_MULTIPLE:
             weight = F.pad(weight, (0, 0, 0, -rows % LOGITS_ROW_MULTIPLE))  # which copies, even where it adds no rows
@@ -119,7 +119,8 @@ class _HeadLoss(torch.autograd.Function):
         if grad_hidden is not None:
             grad_weight = hidden.new_zeros(weight.shape) if grad_weight is None else grad_weight  # of no tokens
             all_reduce(grad_hidden, plan.input_grad_reduce_group)
-            ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(hidden.dtype), grad_bias)
+            dtype = plan.shard.precision.compute or parameter.dtype
+            ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(dtype), grad_bias)
         ctx.plan, ctx.parameter = plan, parameter
         return total * scale
 
@@ -418,7 +419,7 @@ class ParallelLoss(nn.Module):
         if hidden is None:  # the model's forward has no targets: these are whole logits
             return _SumOverLossGroup.apply(_sum_of_losses(logits, targets) / num_targets, loss_group, averages)
         precision = head.plan.shard.precision
-        hidden = precision.cast(hidden).flatten(0, -2)
+        hidden = precision.cast_operand(hidden).flatten(0, -2)
         if head.plan.tokens is not None:
             hidden = head.plan.tokens.gather(hidden)
         scale = torch.ones((), dtype=statistics_dtype(hidden), device=hidden.device) / num_targets

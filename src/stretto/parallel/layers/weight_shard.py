@@ -138,9 +138,9 @@ class WeightShard:
     def takes_own_gradient(self, parameter: nn.Parameter) -> bool:
         """True if this rank has all of the weight, computes with it as it is or casts it to fp8, and makes its gradient
         in its dtype."""
-        gradient, own = self.gradient_dtype(parameter), parameter.dtype
-        is_plain = self.precision.compute in (None, own) and gradient in (None, own)
-        return self.group.size() == 1 and (is_plain or (self.scaling is not None and gradient == own))
+        own, in_fp8 = parameter.dtype, self.scaling is not None
+        is_own = self.precision.reduce in ((own,) if in_fp8 else (None, own)) or not self.is_sent(parameter)
+        return self.group.size() == 1 and is_own and (in_fp8 or self.precision.compute in (None, own))
 
     def taking(self, parameter: nn.Parameter) -> Callable[[nn.Parameter, Tensor], None]:
         """Return what takes the gradient of a weight that this rank has all of: the reducer, unless it scales it."""
@@ -148,9 +148,9 @@ class WeightShard:
             return self.start_reduction
         return self.gradients.take if self.is_sent(parameter) else self.gradients.take_final
 
-    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype | None:
-        """In which dtype to compute the whole rows' gradient (None: any): the parameter's own if it stays here."""
-        return self.precision.reduce if self.is_sent(parameter) else parameter.dtype
+    def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """In which dtype to compute the whole rows' gradient: the parameter's own if it stays here."""
+        return self.precision.wire(parameter) if self.is_sent(parameter) else parameter.dtype
 
     def own_form(self, parameter: nn.Parameter, computed: torch.dtype) -> tuple[torch.dtype, float]:
         """In which dtype, and times what, a product of operands of this dtype makes a gradient that the reducer takes,

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stretto.cluster.local_ranks import name_node
+from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.memory import exchange, find_own_rank, group_timeout, shared_gpus
 from stretto.memory.gpus import find_obstacle
 from stretto.parallel.pipeline.gloo_transport import GlooTransport
@@ -73,4 +73,6 @@ def _share_memory(group: dist.ProcessGroup | None) -> bool:
     if not _NAMESPACE.exists():
         return False
     here = (name_node(dist.get_rank(), dist.get_world_size()), _NAMESPACE.stat().st_ino, os.getuid())
-    return len(set(exchange(here, group, group_timeout(group), tuple[str, int, int]))) == 1
+    everyone = exchange(here, group, group_timeout(group), tuple[str, int, int])
+    require_declared([node for node, *_ in everyone])
+    return len(set(everyone)) == 1
