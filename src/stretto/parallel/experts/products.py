@@ -273,9 +273,9 @@ class SendTokens(torch.autograd.Function):
 class MultiplyTokens(torch.autograd.Function):
     """The weighted sum of each sent token's experts, SiLU-gated MLPs. Saves places' tokens, and gate and up.
 
-    Products begin on tokens, and on gradients of sums, that have arrived; the weights' gradients return under the gradient
-    of the second product's weight, and the tokens' under that of the first one's, and what else runs before the backward
-    pass of `SendTokens`. Takes the
+    Products begin on tokens, and on gradients of sums, that have arrived; routers' weights' gradients return under the
+    gradient of the second product's weight, and the tokens' under that of the first one's, and what else runs before
+    the backward pass of `SendTokens`. Takes the
     DTensor parameters themselves, as `MultiplyRows` does, and gathers them in its order.
     """
 
