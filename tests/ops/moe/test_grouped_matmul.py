@@ -248,7 +248,7 @@ def test_a_weight_gradient_in_fp32_is_not_rounded_to_its_operands_dtype():
     found = moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5]), dtype=torch.float32, factor=1 / 3)
     exact = [grad[part].double().T @ rows[part].double() / 3 for part in (slice(2), slice(2, 5))]
     torch.testing.assert_close(found, torch.stack(exact).float(), rtol=1e-6, atol=1e-7)
-    with pytest.raises(ValueError, match="dtype is torch.bfloat16 or torch.float32, not torch.float64"):
+    with pytest.raises(ValueError, match=r"dtype is torch\.bfloat16 or torch\.float32, not torch\.float64"):
         moe.grouped_weight_gradient(grad, rows, as_offsets([0, 2, 5]), dtype=torch.float64)
 
 

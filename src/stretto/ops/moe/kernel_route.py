@@ -45,6 +45,7 @@ _TILE_ROWS = 64
 _SUMMED_BYTES = 16384  # of the sums of a program: so many for each of the slots are loaded at once
 _SUMMED_PARTS = 4  # times as many parts
 _Sorted = tuple[Tensor, ...]  # what `sort_copies` returns, and weights if there are any
+_FORGOTTEN = 1024  # calls, after which a third of the most places is left
 _PARTS = 128  # of all ranks' rows, at least: more than programs, and half of two ranks' parts are this rank's own
 
 
@@ -227,8 +228,8 @@ def find_kernel_route(
         experts, weights = unpack_words(words, topk_weights)
         return *sort_copies(experts, local, rows, known), *(() if weights is None else (weights,))
 
-    # While the host waits for the counts, the device sorts, and sends tokens to, as many places as there were in the last
-    # call, and a few. If there are more, the group's next call joins what has begun, and sends all.
+    # While the host waits for the counts, the device sorts, and sends tokens to, as many places as the last calls had
+    # at most (layers' differ), and a few. If there are more, the group's next call joins what has begun, and sends all.
     last = find_known(find_name(group), topk_ids.device, ("moe places", k, num_experts), lambda: [0])
     room = 0 if schedule or max_rows is not None else last[0] + last[0] // 8
     early: list[_Sorted] = []
@@ -256,7 +257,7 @@ def find_kernel_route(
     if max_rows is None:
         *sent, arriving = on_host[0].tolist()
         (number, rows), places = arriving[rank], max(number for number, _ in arriving)
-        last[0] = places
+        last[0] = max(places, last[0] - last[0] // _FORGOTTEN)
         require_experts(topk_ids, sum(choices for _, choices in sent[rank]) // copies, num_experts)
         back, choices_back = (max(sum(one[which] for one in of_rank) for of_rank in sent) for which in (0, 1))
         limit, choice_limit = (max(one[which] for of_rank in sent for one in of_rank) for which in (0, 1))

@@ -98,15 +98,22 @@ class Places:
 
     def spread(self, tokens: Tensor, arrivals: Arrivals | None = None) -> Tensor:
         """A row for each choice of places' tokens here; of tokens on their way, filled when they have arrived."""
+        if arrivals is None:
+            return self._spread(tokens)
+        rows = tokens.new_empty(len(self.index.slots), tokens.shape[1])
+        arrivals.copies.append(lambda: self._spread(tokens, rows))
+        return rows
+
+    def start_spreading(self, tokens: Tensor) -> Callable[[], Tensor]:
+        """As `spread` of tokens that are here, by a function that ends what begins now, beside products that follow."""
+        rows = tokens.new_empty(len(self.index.slots), tokens.shape[1])
+        return run_beside(lambda: self._spread(tokens, rows), tokens, is_ahead=True)
+
+    def _spread(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
         index, route = self.index, self.route
         is_here, needed = (None, None) if route is None else (index.is_here, route.needed)
         tokens = tokens[: len(index.positions)]  # a buffer has as many rows as the rank with the most places
-        options = index.positions, None, is_here, len(index.slots), needed
-        if arrivals is None:
-            return spread_tokens(tokens, *options)
-        rows = tokens.new_empty(len(index.slots), tokens.shape[1])
-        arrivals.copies.append(lambda: spread_tokens(tokens, *options, rows))
-        return rows
+        return spread_tokens(tokens, index.positions, None, is_here, len(index.slots), needed, rows)
 
     def begin(self, tokens: Tensor, columns: int, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
         """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.

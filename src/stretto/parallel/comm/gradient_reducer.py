@@ -240,7 +240,7 @@ class GradientReducer:
         return ranks / self.grid.size(LOSS)
 
     def scale_over_z(self, parameter: nn.Parameter) -> float:
-        """The factor of a weight's gradient that is summed over z, or of one that `take` takes, which z does not shard."""
+        """The factor of a weight's gradient that is summed over z, or that `take` takes, since z does not shard it."""
         return self._watched[parameter].scale
 
     def defer_hooks(self, parameter: nn.Parameter, name: str = "") -> None:

@@ -130,18 +130,17 @@ class ExpertProduct:
     def make_weight_gradient(
         self,
         parameter: nn.Parameter,
-        rows: Tensor,
+        rows: Tensor | Callable[[], Tensor],
         gradient: Tensor,
         offsets: Tensor,
         placement: ReplicaPlacement | None,
-        spread: Callable[[Tensor], Tensor] | None = None,
         room: int = 0,
     ) -> None:
         """Compute the weight gradient now, or defer it if requested.
 
-        spread: makes the rows of those that are given. room: as in `grouped_matmul`.
+        rows: or what makes them. room: as in `grouped_matmul`.
         """
-        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, placement, spread)
+        make = partial(self._reduce_weight_gradient, parameter, rows, gradient, offsets, placement)
         if self.shard.gradients.deferred is None:
             make(room)
         else:
@@ -150,14 +149,13 @@ class ExpertProduct:
     def _reduce_weight_gradient(
         self,
         parameter: nn.Parameter,
-        rows: Tensor,
+        rows: Tensor | Callable[[], Tensor],
         gradient: Tensor,
         offsets: Tensor,
         placement: ReplicaPlacement | None,
-        spread: Callable[[Tensor], Tensor] | None,
         room: int,
     ) -> None:
-        rows = rows if spread is None else spread(rows)
+        rows = rows if isinstance(rows, Tensor) else rows()
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
         if not self.shard.is_sharded and placement is None:
             form = self.shard.own_form(parameter, rows.dtype)
@@ -273,9 +271,9 @@ class SendTokens(torch.autograd.Function):
 class MultiplyTokens(torch.autograd.Function):
     """The weighted sum of each sent token's experts, SiLU-gated MLPs. Saves places' tokens, and gate and up.
 
-    Products begin on tokens, and on gradients of sums, that have arrived; the weights' gradients return under the gradient
-    of the second product's weight, and the tokens' under that of the first one's, and what else runs before the backward
-    pass of `SendTokens`. Takes the
+    Products begin on tokens, and on gradients of sums, that have arrived; routers' weights' gradients return under the
+    gradient of the second product's weight, and the tokens' under that of the first one's, and what else runs before
+    the backward pass of `SendTokens`. Takes the
     DTensor parameters themselves, as `MultiplyRows` does, and gathers them in its order.
     """
 
@@ -328,6 +326,10 @@ class MultiplyTokens(torch.autograd.Function):
         returning: _Returning = ctx.returning
         placement: ReplicaPlacement | None = ctx.placement
         gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
+        copy_tokens: Callable[[], Tensor] | None = None
+        if is_asked_for(ctx, 1):
+            is_soon = of_up.shard.gradients.deferred is None
+            copy_tokens = places.start_spreading(tokens) if is_soon else partial(places.spread, tokens)
         rows = places.spread(gradient, arrivals) if is_asked_for(ctx, 2) else None
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
         down = of_down.gather_again(ctx.down, placement, ctx.writes[1]) if down is None else down
@@ -346,9 +348,9 @@ class MultiplyTokens(torch.autograd.Function):
             up = of_up.gather_again(ctx.up, placement, ctx.writes[0]) if up is None else up
             transposed = up.transpose(1, 2)
             returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
-        if is_asked_for(ctx, 1):
+        if copy_tokens is not None:
             room = places.room_of_sums if needs_x else 0
-            of_up.make_weight_gradient(ctx.up, tokens, of_inner, offsets, placement, places.spread, room)
+            of_up.make_weight_gradient(ctx.up, copy_tokens, of_inner, offsets, placement, room)
         return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
 
 

@@ -117,7 +117,7 @@ def multiply_transposed(
     dtype: torch.dtype | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Each expert's grad.T @ rows times factor: grad [n, b], rows [n, a] -> [e, b, a], of this dtype or the operands'."""
+    """Each expert's grad.T @ rows times factor: grad [n, b], rows [n, a] -> [e, b, a], of dtype or the operands'."""
     (m, n, k, group_rows, num_warps, num_stages, programs), *_ = config
     experts, b, a = offsets.shape[0] - 1, grad.shape[1], rows.shape[1]
     out = rows.new_empty(experts, b, a, dtype=dtype)
@@ -454,8 +454,8 @@ def sum_outer_products(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """out [experts, b, a] = each expert's grad.T @ rows times factor, zeros without rows. Persistent.
 
-    grad, rows: ragged descriptors of [n, b] and [n, a]. out: a descriptor, of a tile's columns in PARTS parts, 2 or 4. A
-    tile is BLOCK_M x BLOCK_N of an expert's, and sums BLOCK_K rows a step, in one step at least. EXPERTS: a power of
+    grad, rows: ragged descriptors of [n, b] and [n, a]. out: a descriptor, of a tile's columns in PARTS parts, 2 or 4.
+    A tile is BLOCK_M x BLOCK_N of an expert's, and sums BLOCK_K rows a step, in one step at least. EXPERTS: a power of
     two, experts or more. Order: expert after
     expert; programs take tiles in turns. Synchronization: none: programs own their tiles.
 
