@@ -160,11 +160,6 @@ class ShardedTables(nn.ModuleDict):
         """The parameters of `shards`."""
         return [self[str(shard.table)].get_parameter("weight") for shard in self.shards]
 
-    @property
-    def is_fused(self) -> bool:
-        """True if the operator of stretto.ops runs."""
-        return self.operators is not None
-
     def fuse_update(self, kind: RowOptimizer = "rowwise-adagrad", **options: Any) -> TableOptimizer:
         """From now on backward passes update the tables, which keep no gradients. Call it once, on all ranks.
 
