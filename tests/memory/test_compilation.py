@@ -44,7 +44,7 @@ def meet_after_loading():
 def _meet_after_loading():
     rank, errors = dist.get_rank(), []
     group = dist.new_group(timeout=timedelta(seconds=30))
-    for meet in (lambda: store_all_gather("a call", group, "topic", 1, 0.25), lambda: timed_barrier(group, 0.25)):
+    for meet in (lambda: store_all_gather("a call", group, "topic", 0.25), lambda: timed_barrier(group, 0.25)):
         note_loaded_kernel()
         for _ in range(2 if rank == 0 else 0):
             with pytest.raises(PeerError) as error:

@@ -116,7 +116,7 @@ def miss_a_call():
     rank = dist.get_rank()
     x, weight, _ = make_leaves("")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stretto.ops.operator.group_timeout", lambda group: 0.5)
+        patch.setattr("stretto.memory.groups.group_timeout", lambda group: 0.5)
         ops.all_gather_matmul(x, weight)
         dist.barrier()
         for _ in range(2):

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from tests.ops.operands import find_plan, random_of
 
 from stretto import ops
-from stretto.memory import PeerError
-from stretto.ops import maintenance
+from stretto.memory import PeerError, groups
 
 
 def call_all(group):
@@ -67,7 +66,7 @@ def free_alone():
     call_all(group)
     count = len(ops.workspaces(group))
     if dist.get_rank() == 0:
-        with mock.patch.object(maintenance, "group_timeout", return_value=0.5):
+        with mock.patch.object(groups, "group_timeout", return_value=0.5):
             with pytest.raises(PeerError, match="free_workspaces, and rank 1 has called nothing like it"):
                 ops.free_workspaces(group)
     dist.barrier()

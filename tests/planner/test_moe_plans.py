@@ -138,6 +138,11 @@ def test_y_sums_the_outputs_of_gate_and_up_and_halves_what_is_sent():
     assert found["all_gather", "y", True] == TOKENS * HIDDEN / 2  # the router takes whole features
 
 
+def test_y_halves_the_features_that_experts_keep_of_rows_and_not_what_the_router_takes():
+    kept, alone = LAYER.kept(GridSizes(y=2), 1), LAYER.kept(GridSizes(), 1)
+    assert alone - kept == 2 * ACTIVE * HIDDEN / 2 - HIDDEN  # inputs and outputs; whole tokens are gathered besides
+
+
 def test_experts_weights_are_gathered_over_expert_z_and_summed_over_expert_data():
     grid = GridSizes(data=4, z=2, x=2, expert=4)  # all of data divides them: z is left
     block = MODEL.kinds[1].model

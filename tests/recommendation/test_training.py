@@ -284,8 +284,11 @@ def test_written_values_are_read_back_unchanged(tmp_path: Path) -> None:
 
 
 def test_tables_that_no_machine_holds_and_a_kernel_that_is_not_there_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tables of 4,000,000,000,344 numbers needs .*a model.max_rows of 1/"):
-        preflight(click_runs.configure(tmp_path, "model.rows=[30, 3, 1, 12, 40, 1000000000000]", "model.pooling=[1]"))
+    shape = "model.rows=[30, 3, 1, 12, 40, 1000000000000]", "model.pooling=[1]"
+    for optimizer, terabytes in {"sgd": 32, "rowwise-adagrad": 40, "full-adagrad": 64, "adam": 96}.items():
+        needs = rf"tables of 4,000,000,000,344 numbers needs at least {terabytes},000 GB .*a model.max_rows of 1/"
+        with pytest.raises(ValueError, match=needs):
+            preflight(click_runs.configure(tmp_path, *shape, f"train.table_optimizer={optimizer}"))
     with pytest.raises(ValueError, match=r"implementation is 'kernel', but"):
         preflight(click_runs.configure(tmp_path, "train.implementation=kernel"))
 

@@ -20,13 +20,13 @@ from stretto.cluster.model import (
     NetworkLink,
     NodeLink,
 )
-from stretto.cluster.schema import Kind, build, check, dotted_keys, figure, quantity, suggest, to_toml
+from stretto.cluster.schema import Checked, Kind, build, dotted_keys, figure, quantity, suggest, to_toml
 
 _PCI_EXPRESS = 64e9  # bytes/s, one direction, of 16 lanes of the fifth generation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster:
+class Cluster(Checked):
     """A machine: nodes of equal GPUs, the links inside a node and those between nodes.
 
     Units are bytes, bytes/s in one direction, seconds and FLOP/s. An unknown value is `None`; use `require` for one
@@ -51,7 +51,7 @@ class Cluster:
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, metadata=figure(Kind.NOTES))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         self._check_bandwidths()
         if self.gpus_per_node % self.domains:
             raise ValueError(

@@ -177,4 +177,4 @@ def _check_bytes(given: float) -> int:
 
 
 def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:,.3g} GB"
+    return f"{float(f'{count / 1e9:.3g}'):,g} GB"  # "1,510 GB", and not "1.51e+03 GB"

@@ -7,7 +7,7 @@ Bandwidths are bytes/s in one direction, never bits and never both directions ad
 
 from dataclasses import dataclass, field
 
-from stretto.cluster.schema import Kind, check, figure, quantity
+from stretto.cluster.schema import Checked, Kind, figure, quantity
 
 MATMUL_DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 MATMUL_LAYOUTS = ("NN", "NT", "TN")
@@ -16,7 +16,7 @@ ATTENTION_TOKENS, LONG_ATTENTION_TOKENS = 2048, 8192
 
 
 @dataclass(frozen=True)
-class FlopRates:
+class FlopRates(Checked):
     """Floating-point operations a second of one GPU by dtype, dense (without structured sparsity).
 
     For matrix products, on tensor or matrix cores where the dtype has them; `None` if the GPU does not have the dtype,
@@ -30,12 +30,9 @@ class FlopRates:
     fp16: float | None = quantity("FLOP/s")
     fp8: float | None = quantity("FLOP/s")
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True)
-class GPU:
+class GPU(Checked):
     """Device on which one rank computes: a GPU, a die of one where each die is a device, or a core of a CPU."""
 
     name: str = field(metadata=figure(Kind.TEXT))  # as torch.cuda.get_device_name gives it
@@ -52,12 +49,9 @@ class GPU:
     peak_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
     empirical_flops: FlopRates = field(default=FlopRates(), metadata=figure(Kind.TABLE, of=FlopRates))
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True)
-class NodeLink:
+class NodeLink(Checked):
     """The links between the GPUs of one node.
 
     `bandwidth` is what one GPU sends to all others of its node at once, with all its links; `pair_bandwidth` is what it
@@ -72,7 +66,7 @@ class NodeLink:
     domain_bandwidth: float | None = quantity("bytes/s, one direction, from one NUMA domain to another")
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if (self.domains or 1) > 1 and self.domain_bandwidth is None:
             raise ValueError(f"domains = {self.domains}: needs domain_bandwidth, of the link between two of them")
         if self.bandwidth and self.pair_bandwidth and self.pair_bandwidth > self.bandwidth:
@@ -81,7 +75,7 @@ class NodeLink:
 
 
 @dataclass(frozen=True)
-class HostLink:
+class HostLink(Checked):
     """The link between one GPU and its node's memory, as large copies of pinned memory use it.
 
     Of one direction while the other is idle, and of both at once, added (`duplex_bandwidth`): PCI Express has lanes for
@@ -93,7 +87,7 @@ class HostLink:
     duplex_bandwidth: float | None = quantity("bytes/s, both directions at once, added")
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.to_device_bandwidth and self.to_host_bandwidth and self.duplex_bandwidth:
             both = self.to_device_bandwidth + self.to_host_bandwidth
             if self.duplex_bandwidth > both:
@@ -102,7 +96,7 @@ class HostLink:
 
 
 @dataclass(frozen=True)
-class HostTimes:
+class HostTimes(Checked):
     """The host's time to launch kernels and collectives one by one, as an eager step does.
 
     block_forward, block_backward: the passes of one dense transformer block, without collectives. collective: one.
@@ -115,25 +109,22 @@ class HostTimes:
     operator: float | None = quantity("seconds")
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if (self.block_forward is None) != (self.block_backward is None):
             missing = "block_forward" if self.block_forward is None else "block_backward"
             raise ValueError(f"{missing} is missing: the passes of a block come together")
 
 
 @dataclass(frozen=True)
-class NetworkLink:
+class NetworkLink(Checked):
     """The link between nodes, of one network interface (NIC)."""
 
     bandwidth: float | None = quantity("bytes/s, one direction, one NIC")
     latency: float | None = quantity("seconds")
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True)
-class InNodeBandwidth:
+class InNodeBandwidth(Checked):
     """A measured bandwidth of groups of `size` GPUs of one node, with all such groups of the node busy concurrently.
 
     `preceding` is the product of the sizes of the grid's inner axes: the group's GPUs are that many device numbers
@@ -146,12 +137,9 @@ class InNodeBandwidth:
     size: int = field(metadata=figure(Kind.COUNT))
     bandwidth: float = field(metadata=figure(Kind.QUANTITY, "bytes/s"))
 
-    def __post_init__(self) -> None:
-        check(self)
-
 
 @dataclass(frozen=True)
-class Matmul:
+class Matmul(Checked):
     """A measured matrix product [m, k] x [k, n] of one GPU.
 
     `layout` is the layout of the operands: "NN", "NT" (the second transposed, as a linear's weight) or "TN" (the first,
@@ -166,14 +154,14 @@ class Matmul:
     seconds: float = field(metadata=figure(Kind.QUANTITY, "seconds"))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         for name, known in (("dtype", MATMUL_DTYPES), ("layout", MATMUL_LAYOUTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
-class MeasuredCollective:
+class MeasuredCollective(Checked):
     """A measured collective inside a node, of all groups of `size` GPUs that are `preceding` apart, concurrently.
 
     A row of the key `transfers` of a cluster file. `bytes` is what a ring algorithm sends from one GPU, `seconds` the
@@ -187,6 +175,6 @@ class MeasuredCollective:
     seconds: float = field(metadata=figure(Kind.QUANTITY, "seconds"))
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.collective not in COLLECTIVES:
             raise ValueError(f"collective = {self.collective!r}: must be one of {', '.join(COLLECTIVES)}")

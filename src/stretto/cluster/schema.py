@@ -66,17 +66,19 @@ def build(cls: type[T], table: dict[str, Any], where: str, prefix: str = "") -> 
         raise ValueError(f"{where}: {prefix}{error}") from None
 
 
-def check(instance: Any) -> None:
-    """Raise ValueError unless every value of a dataclass whose fields are `figure`s satisfies its rule.
+class Checked:
+    """Base of dataclasses whose fields are `figure`s. ValueError unless each value satisfies its field's rule.
 
-    For `__post_init__`, so that values given from Python are checked like those of a file.
+    So values given from Python are checked like those of a file.
     """
-    for declared in fields(instance):
-        value, kind = getattr(instance, declared.name), declared.metadata["kind"]
-        if value is None and declared.default is None:
-            continue
-        if kind in (Kind.COUNT, Kind.QUANTITY, Kind.TEXT):
-            check_value(value, kind, f"{type(instance).__name__}.{declared.name}")
+
+    def __post_init__(self) -> None:
+        for declared in fields(self):  # type: ignore[arg-type]  # its classes are dataclasses
+            value, kind = getattr(self, declared.name), declared.metadata["kind"]
+            if value is None and declared.default is None:
+                continue
+            if kind in (Kind.COUNT, Kind.QUANTITY, Kind.TEXT):
+                check_value(value, kind, f"{type(self).__name__}.{declared.name}")
 
 
 def check_value(value: object, kind: Kind, where: str) -> None:

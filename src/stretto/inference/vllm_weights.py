@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stretto.inference.weights import HeldBox, HeldWeight, WeightChanges, exchange, patch_weights, tell, weights_of
-from stretto.memory import PeerError, next_number, store_all_gather
+from stretto.memory import PeerError, store_all_gather
 
 _POLL = 0.005  # seconds
 _stores: list[dist.TCPStore] = []  # rank 0's, for other ranks that read why a sender has failed
@@ -107,8 +107,7 @@ class WeightSender:
             listener = socket.create_server((address, 0), backlog=128)
             place = json.dumps([secrets.token_hex(8), listener.getsockname()[1]])
         if (world := dist.group.WORLD) is not None and ranks > 1:
-            number = next_number(world, "stretto vllm")
-            place = store_all_gather(place, world, "stretto vllm", number, timeout)[0]
+            place = store_all_gather(place, world, "stretto vllm", timeout)[0]
         token, port = json.loads(place)
         info = InitInfo(address, port, token, ranks, workers, timeout, through_host)
         self._meeting = _Meeting(info, rank, next(model.parameters()).device, listener)

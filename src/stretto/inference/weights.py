@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.memory import next_number, store_all_gather
+from stretto.memory import store_all_gather
 from stretto.parallel.comm.collectives import collective
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import Box, has_layout, layout_of, local, place_on, view_box
@@ -73,8 +73,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     if ranks > 1:
         world = dist.group.WORLD
         assert world is not None
-        number = next_number(world, "stretto weights")
-        texts = store_all_gather(told, world, "stretto weights", number, grid.timeout.total_seconds())
+        texts = store_all_gather(told, world, "stretto weights", grid.timeout.total_seconds())
     everyone = [json.loads(text) for text in texts]
     shapes = {name: torch.Size(shape) for each, _ in everyone for name, (shape, _) in each.items()}
     for _, want in everyone:

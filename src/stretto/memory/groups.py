@@ -207,16 +207,19 @@ def next_number(group: dist.ProcessGroup, topic: str) -> int:
     return counts[topic]
 
 
-def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: int, timeout: float) -> list[str]:
+def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, timeout: float | None = None) -> list[str]:
     """All-gather a string through the group's store; returns the strings of all ranks, in rank order.
 
-    All ranks of the group call it, for the number-th string of a topic, from 1 on. It uses the host only, no device.
-    `timeout` is in seconds, and longer as in `timed_barrier`. PeerError names a rank that did not write in time; this
-    rank's string is then withdrawn, and its number may be used again.
+    All ranks of the group call it, once for each string of a topic. It uses the host only, no device. `timeout` is in
+    seconds (None: the group's), and longer as in `timed_barrier`. PeerError names a rank that did not write in time;
+    this rank's string is then withdrawn, and the next call takes its place.
     """
     rank, size = find_own_rank(group)
     store = _get_process_group_store(group)
-    timeout = limit_of_meeting(group, timeout)
+    timeout = limit_of_meeting(group, group_timeout(group) if timeout is None else timeout)
+    counts = _numbers.setdefault(group, Counter())
+    topic = f"strings of {topic}"
+    number = counts[topic] + 1
     store.set(f"{topic} {number} {rank}", text)
     texts = []
     for peer in range(size):
@@ -233,6 +236,7 @@ def store_all_gather(text: str, group: dist.ProcessGroup, topic: str, number: in
     # A rank that writes this number has read all strings of the previous one: no rank reads ours again.
     if number > 1:
         store.delete_key(f"{topic} {number - 1} {rank}")
+    counts[topic] = number
     return texts
 
 

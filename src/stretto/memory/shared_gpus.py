@@ -77,9 +77,9 @@ def choose_gpu(local_rank: int) -> int:
     return local_rank
 
 
-def runs_on_gpus(group: dist.ProcessGroup | None = None) -> bool:
-    """Check whether the group (None: all ranks) has a backend for GPU tensors: NCCL, or gloo if ranks share GPUs."""
-    config = str(dist.get_backend_config(group))
+def runs_on_gpus() -> bool:
+    """Check whether the group of all ranks has a backend for GPU tensors: NCCL, or gloo if ranks share GPUs."""
+    config = str(dist.get_backend_config())
     return "nccl" in config or (is_enabled() and torch.cuda.is_available() and "cuda:" in config)
 
 

@@ -38,12 +38,11 @@ class _Shared:
 
 @dataclass
 class _Job:
-    """The groups of one default process group. destroyed: partitions of groups that were. closings: how many."""
+    """The groups of one default process group. destroyed: partitions of groups that were."""
 
     world: "weakref.ref[dist.ProcessGroup]"
     shared: dict[_Key, _Shared]
     destroyed: set[Partition]
-    closings: int = 0
 
 
 _job: _Job | None = None
@@ -104,8 +103,7 @@ class SharedGroups:
         if any(len(ranks) > 1 for (partition, *_) in last for ranks in partition):
             assert world is not None
             # Closing a connection from which a peer still reads would take the last bytes from it.
-            store_all_gather("close", world, "stretto shared groups", job.closings + 1, group_timeout(world))
-            job.closings += 1
+            store_all_gather("close", world, "stretto shared groups")
         for shared in self._held.values():
             shared.holders -= 1
         for key in last:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from stretto.memory import failures, group_timeout, store_all_gather
+from stretto.memory import failures, store_all_gather
 from stretto.ops.embedding.output_ring import find_output_rings
-from stretto.ops.operator import close_workspaces, find_group, find_known, find_name, list_channels, list_groups
+from stretto.ops.operator import close_workspaces, find_group, find_name, list_channels, list_groups
 
 
 class Workspace(NamedTuple):
@@ -61,23 +61,14 @@ def free_workspaces(group: dist.ProcessGroup | None = None) -> int:
     channels = [channel for _, channel in list_channels(name)]
     for device in {channel.device for channel in channels} | {_current_device()}:
         failures.synchronize(device)
-    members = find_group(name)
-    frees = find_known(name, torch.device("cpu"), "frees", _Frees)
     # A rank's kernels and copies, also those into other ranks' memory, have ended when it comes.
-    store_all_gather("free_workspaces", members, "stretto ops free", frees.count + 1, group_timeout(members))
-    frees.count += 1
+    store_all_gather("free_workspaces", find_group(name), "stretto ops free")
     rings = find_output_rings(name)
     freed = sum(channel.num_bytes for channel in channels)
     close_workspaces(name)
     for ring in rings:
         ring.index_errors.check()  # what kernels have found is not lost with the ring
     return freed
-
-
-class _Frees:
-    """Number of times that a group's workspaces have been freed."""
-
-    count = 0
 
 
 def _current_device() -> torch.device:

@@ -13,7 +13,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from stretto.execution import MIN_WORKSPACE_BYTES, TWO_SLOTS_BYTES
-from stretto.memory import failures, find_own_rank, group_timeout, is_debugging, store_all_gather
+from stretto.memory import failures, find_own_rank, is_debugging, store_all_gather
 from stretto.memory.copy_engine import find_current
 from stretto.ops.operands import is_differentiated, needs_gradients, require_no_tangents
 from stretto.tiles import BlockChannel, PutChannel
@@ -230,14 +230,6 @@ def find_name(group: dist.ProcessGroup | None) -> str:
     return group.group_name
 
 
-@dataclass
-class _ComparedCalls:
-    """A group's number of exchanges, and the calls that agreed, with whether TMA takes all ranks' operands."""
-
-    count: int = 0
-    known: dict[str, bool] = field(default_factory=dict)
-
-
 class AgreedCall(NamedTuple):
     """Facts about a call that all ranks share. is_measured: it is the first one of its kind, and all may time it."""
 
@@ -256,9 +248,9 @@ def require_agreement(
     call of this kind. ValueError where another rank makes a different call, PeerError if one makes none within the
     group's time limit.
     """
-    compared = find_known(group, device, "calls", _ComparedCalls)
-    if call in compared.known and not is_debugging():
-        return AgreedCall(compared.known[call])
+    known: dict[str, bool] = find_known(group, device, "calls", dict)  # by call, whether TMA takes all ranks' operands
+    if call in known and not is_debugging():
+        return AgreedCall(known[call])
     failures.check()  # before this rank waits for ranks that may never come
     sent = call + _BY_TMA * by_tma + _MEASURED * can_measure()
     received, rank = exchange_text(sent, group, device), dist.get_rank(find_group(group))
@@ -268,20 +260,16 @@ def require_agreement(
                 f"ranks of a group make the same calls, with the same shapes and in the same order: rank {rank} calls "
                 f"{sent}; rank {peer} calls {other}"
             )
-    if len(compared.known) >= _MAX_KNOWN:
-        compared.known.clear()
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
     by_tma = all(other.removesuffix(_MEASURED).endswith(_BY_TMA) for other in received)
-    compared.known[call] = by_tma
+    known[call] = by_tma
     return AgreedCall(by_tma, all(other.endswith(_MEASURED) for other in received))
 
 
 def exchange_text(text: str, group: str, device: torch.device) -> list[str]:
     """All ranks' texts, through the group's store: no device has to be idle. All ranks call it in one order."""
-    compared, members = find_known(group, device, "calls", _ComparedCalls), find_group(group)
-    prefix = f"stretto ops {device.type}"
-    received = store_all_gather(text, members, prefix, compared.count + 1, group_timeout(members))
-    compared.count += 1
-    return received
+    return store_all_gather(text, find_group(group), f"stretto ops {device.type}")
 
 
 def gather_rows(x: Tensor, group: str) -> Tensor:

@@ -166,7 +166,7 @@ class IndexExchange:
         sizes = tuple(stop - start for start, stop in pairwise(ends))
         replicated = None
         if placement.replicated:
-            replicated = select_tables(self._indices, lengths, ends, placement.replicated, self._weights)
+            replicated = select_tables(self._indices, lengths, ends, placement.replicated)
         return replace(found, weights=weights, counts=tuple(map(tuple, counts)), sizes=sizes, replicated=replicated)
 
 

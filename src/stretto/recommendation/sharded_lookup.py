@@ -215,9 +215,7 @@ class _LookUpReplicated(torch.autograd.Function):
         return *nothing, *[one.values.to(ctx.dtype) for one in found]
 
 
-def select_tables(
-    indices: Tensor, lengths: Tensor, ends: Sequence[int], tables: Sequence[int], weights: Tensor | None = None
-) -> TableLookups:
+def select_tables(indices: Tensor, lengths: Tensor, ends: Sequence[int], tables: Sequence[int]) -> TableLookups:
     """Return the look-ups of this rank's samples in some tables. Arguments as in `cut_bags`."""
     sizes = [stop - start for start, stop in pairwise(ends)]
     found = [0]
@@ -226,6 +224,4 @@ def select_tables(
     chosen = torch.cat([indices[ends[table] : ends[table + 1]] for table in tables])
     offsets = lengths.new_zeros(len(tables) * lengths.shape[1] + 1)
     torch.cumsum(torch.cat([lengths[table] for table in tables]), 0, out=offsets[1:])
-    if weights is not None:
-        weights = torch.cat([weights[ends[table] : ends[table + 1]] for table in tables])
-    return TableLookups(chosen, offsets, tuple(found), lengths.shape[1], weights)
+    return TableLookups(chosen, offsets, tuple(found), lengths.shape[1])

@@ -16,6 +16,7 @@ from stretto.optim.row_update import RowOptimizer
 from stretto.parallel.comm.autograd import at_end_of_backward, scale_gradient
 from stretto.parallel.comm.collectives import NO_GROUP, Pending, start_all_reduce
 from stretto.parallel.comm.streams import ReductionStream
+from stretto.parallel.comm.users_hooks import alive
 from stretto.parallel.grid import Grid
 from stretto.parallel.meta import MetaInitializer
 from stretto.recommendation.growing import GrowingRows
@@ -158,11 +159,6 @@ class ShardedTables(nn.ModuleDict):
     def weights(self) -> list[nn.Parameter]:
         """The parameters of `shards`."""
         return [self[str(shard.table)].get_parameter("weight") for shard in self.shards]
-
-    @property
-    def is_fused(self) -> bool:
-        """True if the operator of stretto.ops runs."""
-        return self.operators is not None
 
     def fuse_update(self, kind: RowOptimizer = "rowwise-adagrad", **options: Any) -> TableOptimizer:
         """From now on backward passes update the tables, which keep no gradients. Call it once, on all ranks.
@@ -337,9 +333,9 @@ class ReplicatedGradients:
         this = ref(self)
         for number, bucket in enumerate(self._buckets):
             for parameter in bucket:
-                parameter.register_hook(lambda _, parameter=parameter: _alive(this)._set_aside(parameter))
+                parameter.register_hook(lambda _, parameter=parameter: alive(this)._set_aside(parameter))
                 parameter.register_post_accumulate_grad_hook(
-                    lambda done, number=number: _alive(this)._arrive(done, number)
+                    lambda done, number=number: alive(this)._arrive(done, number)
                 )
 
     def _set_aside(self, parameter: nn.Parameter) -> None:
@@ -380,13 +376,6 @@ class ReplicatedGradients:
                 earlier = self._earlier.get(parameter)
                 parameter.grad = total.view_as(parameter) if earlier is None else earlier + total.view_as(parameter)
         self._earlier = {}
-
-
-def _alive(this: "ref[ReplicatedGradients]") -> ReplicatedGradients:
-    alive = this()
-    if alive is None:
-        raise RuntimeError("these parameters' model is gone: keep the model that distribute_tables was given")
-    return alive
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -29,15 +29,8 @@ NAMES = {
 }
 
 
-def plot_pipeline(
-    timeline: PipelineTimeline, file: Path, title: str = "", caption: str = "", unit: str = "in the unit of the costs"
-) -> None:
-    """Plot a timeline into a PNG or SVG file.
-
-    title: default, the schedule's name and sizes. caption: more words under the picture. unit: what the times count.
-
-    Raises ValueError for more actions than a picture has room for.
-    """
+def plot_pipeline(timeline: PipelineTimeline, file: Path) -> None:
+    """Plot a timeline into a PNG or SVG file. ValueError for more actions than a picture has room for."""
     schedule = timeline.schedule
     boxes = sum(map(len, schedule.ranks))
     require_few_boxes(boxes)
@@ -54,20 +47,20 @@ def plot_pipeline(
         _draw_boxes(axes, timeline)
         if timeline.makespan and boxes <= MAX_NUMBERS:
             _write_numbers(axes, timeline, width / timeline.makespan)
-        axes.set(xlim=(0, timeline.makespan or 1), ylim=(schedule.pipe - 0.45, -0.55), xlabel=f"time ({unit})")
+        axes.set(xlim=(0, timeline.makespan or 1), ylim=(schedule.pipe - 0.45, -0.55))
+        axes.set_xlabel("time (in the unit of the costs)")
         axes.set_yticks(range(schedule.pipe), [f"rank {rank}" for rank in range(schedule.pipe)])
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False)
         axes.spines["left"].set_visible(False)
         stages = f", {schedule.virtual_stages} stages on each" if schedule.virtual_stages > 1 else ""
-        sizes = f"{schedule.pipe} ranks{stages}, {schedule.micro_batches} micro-batches"
-        picture.title = title or f"{schedule.name}: {sizes}"
+        picture.title = f"{schedule.name}: {schedule.pipe} ranks{stages}, {schedule.micro_batches} micro-batches"
         idle = timeline.idle
         waits = f"{idle[0]:g}" if max(idle) - min(idle) < 1e-9 else f"{min(idle):.4g} to {max(idle):.4g}"
         texts = [f"Makespan {timeline.makespan:.5g}, of which each rank waits {waits} (the gaps)."]
         if schedule.virtual_stages > 1:
             texts.append("The stronger a box's colour, the later is its stage in the model.")
-        picture.caption = " ".join([*texts, caption]).strip()
+        picture.caption = " ".join(texts)
 
 
 def _draw_boxes(axes: Axes, timeline: PipelineTimeline) -> None:

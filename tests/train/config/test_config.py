@@ -153,6 +153,33 @@ def test_errors_have_key_value_rule_and_a_valid_value(override: str, words: str)
     assert words in refusal(override)
 
 
+@pytest.mark.parametrize(
+    ("options", "words", "mended"),
+    [
+        (["train.schedule=constant", "train.min_lr=1e-5"], "'constant' never decays to it", "train.min_lr=0.0"),
+        (
+            ["train.schedule=wsd", "train.steps=9", "train.warmup_steps=2", "train.decay_steps=8"],
+            "but 7 steps are left after warm-up; 7 would do",
+            "train.decay_steps=7",
+        ),
+        (
+            ["grid.pipe=2", "ranks=2", "train.batch_ramp=[[3, 4]]"],
+            "train.micro_batch=4 would do",
+            "train.micro_batch=4",
+        ),
+        (
+            ["grid.pipe=2", "ranks=2", "pipeline.schedule=message-driven", "pipeline.virtual_stages=2"],
+            "message-driven order takes one stage a rank",
+            "pipeline.virtual_stages=1",
+        ),
+        (["pipeline.cuts=[2, 2]"], "pipeline.cuts", "pipeline.cuts=none"),
+    ],
+)
+def test_what_an_error_of_several_options_proposes_is_taken(options: list[str], words: str, mended: str) -> None:
+    assert words in refusal(*options)
+    make_config(SMALLEST, [*options, mended])
+
+
 def test_muon_has_no_separate_state() -> None:
     message = refusal("train.optimizer_state=host", "train.optimizer=muon")
     assert "train.optimizer_state is 'host', but train.optimizer is 'muon'; train.optimizer='adamw'" in message

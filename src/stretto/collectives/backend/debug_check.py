@@ -35,7 +35,7 @@ class DebugCheck:
             return
         self._calls += 1
         group = _resolve_process_group(self._member.name)  # type: ignore[arg-type]  # a GroupName, which is a str
-        descriptions = store_all_gather(describe(call), group, "stretto calls", self._calls, call.timeout)
+        descriptions = store_all_gather(describe(call), group, "stretto calls", call.timeout)
         if len(set(_ignore_given_sizes(descriptions))) == 1:
             return
         callers: dict[str, list[str]] = {}

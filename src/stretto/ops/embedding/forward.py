@@ -298,7 +298,6 @@ def look_up_alone(
     out: Tensor,
     index_errors: IndexErrors,
     *,
-    checks: bool = True,
     config: LaunchConfig | None = None,
 ) -> Tensor:
     """Pool without an exchange, for benches, into out [world, batch / world, sum of the tables' dims]; one launch."""
@@ -316,7 +315,7 @@ def look_up_alone(
         programs,
         *[None] * 3,
         kernel_tables,
-        describe_pooling(config.check(), mode, checks),
+        describe_pooling(config.check(), mode, True),
         Bags(indices, offsets, weights),
         out,
         torch.zeros(1, dtype=torch.int32, device=device),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from stretto.memory import group_timeout, store_all_gather
+from stretto.memory import store_all_gather
 from stretto.ops.embedding.backward import TableBlock
 from stretto.ops.embedding.fused_optimizer import (
     OPTIMIZERS,
@@ -126,7 +126,7 @@ class EmbeddingAllToAll(nn.Module):
             self._require_names(names, len(shapes))
         except ValueError as invalid:
             error = str(invalid)
-        _agree_on_names([] if error else list(names), error, group, number)
+        _agree_on_names([] if error else list(names), error, group)
         self.name = f"module {number}"
         self.group, self.mode, self.optimizer = group, mode, optimizer
         self.sparse, self.checks = sparse, checks
@@ -221,15 +221,13 @@ class EmbeddingAllToAll(nn.Module):
         return f"mode={self.mode!r}, optimizer={self.optimizer!r}"
 
 
-def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | None, number: int) -> None:
+def _agree_on_names(names: list[str], error: str, group: dist.ProcessGroup | None) -> None:
     """Compare the names of all ranks' tables. ValueError on all ranks for a name given twice, or where a rank has one.
 
     error: why this rank cannot make its module, which all ranks then raise; "" if it can.
     """
-    members = find_group(find_name(group))
     sent = json.dumps({"names": names, "error": error})
-    received = store_all_gather(sent, members, "stretto embedding tables", number + 1, group_timeout(members))
-    of_ranks = [json.loads(text) for text in received]
+    of_ranks = [json.loads(text) for text in store_all_gather(sent, find_group(find_name(group)), "stretto tables")]
     if error:
         raise ValueError(error)
     owners: dict[str, int] = {}

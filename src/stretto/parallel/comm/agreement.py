@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stretto.memory import next_number, store_all_gather
+from stretto.memory import store_all_gather
 from stretto.parallel.comm.collectives import find_spread
 from stretto.parallel.grid import Grid
 from stretto.parallel.precision import DTYPES
@@ -30,11 +30,9 @@ class JointRefusal:
             return
         self._has_exchanged = True
         group = self._grid.group("pipe")
-        number = next_number(group, "stretto refusals")
         reason = "" if error is None else f": {type(error).__name__}: {str(error).partition(chr(10))[0][:1000]}"
-        said = store_all_gather(
-            f"{self._what}{reason}", group, "stretto refusals", number, self._grid.timeout.total_seconds()
-        )
+        limit = self._grid.timeout.total_seconds()
+        said = store_all_gather(f"{self._what}{reason}", group, "stretto refusals", limit)
         for rank, text in enumerate(said):
             if error is None and text != self._what:
                 raise ValueError(f"pipe rank {rank} (global rank {dist.get_global_rank(group, rank)}) refuses {text}")

@@ -95,7 +95,7 @@ def alive(kept: "ref[Kept]") -> Kept:
     """The object that a weak reference refers to. RuntimeError once it is gone, with the model that has held it."""
     found = kept()
     if found is None:
-        raise RuntimeError("this parameter's model is gone: keep what stretto.parallelize has returned")
+        raise RuntimeError("this parameter's model is gone: keep a reference to the model")
     return found
 
 

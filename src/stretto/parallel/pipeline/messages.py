@@ -73,7 +73,7 @@ class MessageTransport(ABC):
         self._step_limit = CallLimit(self.limit, loads_first=self.device.type == "cuda")
         self._global_ranks = dist.get_process_group_ranks(self.group)
         number = next_number(self.group, "message transports")
-        asked = store_all_gather(f"{self.name} messages", self.group, "message transports", number, self.limit)
+        asked = store_all_gather(f"{self.name} messages", self.group, "message transports", self.limit)
         if len(set(asked)) > 1:
             raise ValueError(f"all ranks must make the same transport of messages, not {', '.join(asked)}")
         self._topic = f"message transport {number}"

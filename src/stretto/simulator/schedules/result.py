@@ -24,11 +24,6 @@ class BlockTime:
     message: float
     slot: float
 
-    @property
-    def exposed(self) -> float:
-        """The seconds in which it waited."""
-        return self.message + self.slot + self.step
-
 
 @dataclass(frozen=True)
 class LinkUse:

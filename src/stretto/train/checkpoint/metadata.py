@@ -60,6 +60,14 @@ class StoredBox(BaseModel):
     bytes: _Index
     checksum: _Checksum | None = None
 
+    @classmethod
+    def of(
+        cls, place: Any, offsets: Sequence[int] = (), sizes: Sequence[int] = (), checksum: str | None = None
+    ) -> "StoredBox":
+        """A box at a place that torch's index has."""
+        at = {"file": place.relative_path, "start": place.offset, "bytes": place.length}
+        return cls(offsets=tuple(offsets), sizes=tuple(sizes), checksum=checksum, **at)
+
 
 class StoredFile(BaseModel):
     """A file of a checkpoint that is no shard: torch's own index."""
@@ -76,6 +84,12 @@ class TensorEntry(BaseModel):
     shape: tuple[_Index, ...]
     dtype: StoredDtype
     chunks: tuple[StoredBox, ...]
+
+    @classmethod
+    def of(cls, entry: Any, boxes: Iterable[StoredBox]) -> "TensorEntry":
+        """A tensor that torch's index has."""
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        return cls.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": tuple(boxes)})
 
     @property
     def torch_dtype(self) -> "torch.dtype":

@@ -117,19 +117,10 @@ def read_pieces(path: Path) -> list[StoredPiece]:
         index, places = _load_index(content)
         pieces = []
         for name, entry in index.state_dict_metadata.items():
-            if hasattr(entry, "chunks"):
-                chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]
-                boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-                if sum(prod(sizes) for _, sizes in boxes) != prod(entry.size):
-                    raise DamagedError(f"{file} is damaged: the pieces of {name} do not add up to its shape")
-            else:
-                boxes = [((), ())]
-            for offsets, sizes in boxes:
-                place = places[name, offsets]
-                box = StoredBox(
-                    offsets=offsets, sizes=sizes, file=place.relative_path, start=place.offset, bytes=place.length
-                )
-                pieces.append(StoredPiece(name, box))
+            boxes = _boxes(name, entry, places) if hasattr(entry, "chunks") else [StoredBox.of(places[name, ()])]
+            if hasattr(entry, "chunks") and sum(prod(box.sizes) for box in boxes) != prod(entry.size):
+                raise DamagedError(f"{file} is damaged: the pieces of {name} do not add up to its shape")
+            pieces += [StoredPiece(name, box) for box in boxes]
     except DamagedError:
         raise
     except Exception as error:  # whatever a damaged pickle may raise
@@ -202,19 +193,18 @@ def _has_prefix(prefix: str, names: list[str], shapes: Mapping[str, tuple[int, .
 
 
 def _entry(path: Path, name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> TensorEntry:
-    chunks = []
-    for chunk in entry.chunks:
-        if 0 in chunk.sizes:
-            continue
-        place = places[name, tuple(chunk.offsets)]
-        if getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{path} has {name} compressed, and such files are not read: write it without extensions")
-        box = {"offsets": tuple(chunk.offsets), "sizes": tuple(chunk.sizes)}
-        chunks.append(box | {"file": place.relative_path, "start": place.offset, "bytes": place.length})
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    if dtype not in ITEMSIZES:
+    boxes = _boxes(name, entry, places)
+    if any(getattr(places[name, box.offsets], "transform_descriptors", None) for box in boxes):
+        raise ValueError(f"{path} has {name} compressed, and such files are not read: write it without extensions")
+    if (dtype := str(entry.properties.dtype).removeprefix("torch.")) not in ITEMSIZES:
         raise ValueError(f"{path} has {name} in {dtype}: what is read are {', '.join(ITEMSIZES)}")
-    return TensorEntry.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": chunks})
+    return TensorEntry.of(entry, boxes)
+
+
+def _boxes(name: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> list[StoredBox]:
+    """The boxes of a tensor that have numbers."""
+    chunks = (chunk for chunk in entry.chunks if 0 not in chunk.sizes)
+    return [StoredBox.of(places[name, tuple(chunk.offsets)], chunk.offsets, chunk.sizes) for chunk in chunks]
 
 
 def _read_step(path: Path, metadata: CheckpointMetadata) -> int:

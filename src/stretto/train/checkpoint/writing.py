@@ -249,21 +249,9 @@ class CheckpointWriter(FileSystemWriter):
 
 
 def _entry(name: str, entry: TensorStorageMetadata, stored: Mapping[MetadataIndex, _CheckedPlace]) -> TensorEntry:
-    chunks = []
-    for chunk in entry.chunks:
-        checked = stored[MetadataIndex(name, chunk.offsets)]
-        chunks.append(
-            StoredBox(
-                offsets=tuple(chunk.offsets),
-                sizes=tuple(chunk.sizes),
-                file=checked.place.relative_path,
-                start=checked.place.offset,
-                bytes=checked.place.length,
-                checksum=checked.checksum,
-            )
-        )
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
-    return TensorEntry.model_validate({"shape": tuple(entry.size), "dtype": dtype, "chunks": chunks})
+    written = [(chunk, stored[MetadataIndex(name, chunk.offsets)]) for chunk in entry.chunks]
+    boxes = (StoredBox.of(one.place, chunk.offsets, chunk.sizes, one.checksum) for chunk, one in written)
+    return TensorEntry.of(entry, boxes)
 
 
 def _sync_folder(path: Path) -> None:
