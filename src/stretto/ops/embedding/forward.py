@@ -183,7 +183,7 @@ def _pool_and_move(
     pooled = bags.offsets.new_empty(placement.world_size, placement.local_batch * width or 1, dtype=placement.dtype)
     pooled = pooled if width else pooled[..., :0]
     kernel_tables = describe_tables(tables, 0, placement.local_batch, width, bags.indices.shape[0])
-    device = pooled.device
+    device, own = pooled.device, moves.find_own(placement)
 
     def move() -> None:
         with tiles.copy_engine(ring.channel):
@@ -196,7 +196,7 @@ def _pool_and_move(
         config,
         pooling,
         find_kind(kernel_tables),
-        *map(tiles.kind_of, (*bags, pooled, made.channels.count)),
+        *map(tiles.kind_of, (*bags, pooled, own, made.channels.count)),
     )
     is_loaded = ring.channel.launch.knows(pool_alone, key)  # never if interpreted: those run one after another
     if is_loaded:
@@ -205,8 +205,8 @@ def _pool_and_move(
         pool_alone,
         key,
         count_programs(config, placement, len(tables.dims), device),
-        (channel, *made, kernel_tables, pooling, bags, pooled, launch.pointers.tickets,
-         launch.pointers.permit, ring.index_errors.report, placement.world_size, "remote_first"),
+        (channel, *made, kernel_tables, pooling, bags, pooled, own, launch.pointers.tickets,
+         launch.pointers.permit, ring.index_errors.report, placement.world_size, placement.rank, "remote_first"),
         num_warps=config.num_warps,
         num_stages=1,
     )  # fmt: skip
@@ -318,10 +318,12 @@ def look_up_alone(
         describe_pooling(config.check(), mode, True),
         Bags(indices, offsets, weights),
         out,
+        None,
         torch.zeros(1, dtype=torch.int32, device=device),
         None,
         index_errors.report,
         world,
+        0,
         ORDER=config.order,
         num_warps=config.num_warps,
         num_stages=1,

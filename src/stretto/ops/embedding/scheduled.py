@@ -2,11 +2,12 @@
 """The look-up's exchange by a schedule: vectors are pooled here, move by any verified all-to-all, and are put in order.
 
     pool_alone      pools this rank's tables for the samples of each rank, and signals what is there
-    move_rows       beside it, on a side stream: sends parts of a rank's vectors as they are pooled, passes others on
+    move_rows       beside it, on a side stream: sends parts of others' vectors as they are pooled, passes others on
     collect         the vectors of all ranks, side by side
 
 Every rank pools for every other one, and so knows how many rows it has for it: vectors lie one after another, those of
-a table together, as rows of as many numbers as divide all ranks' columns, in memory of one slot. `begin_pooling` has
+a table together, as rows of as many numbers as divide all ranks' columns, in memory of one slot. Its own go where they
+would arrive. `begin_pooling` has
 received that all ranks have begun the call, and so have read what the last one left there.
 """
 
@@ -107,6 +108,11 @@ class ScheduledMoves(NamedTuple):
             self.ring.channel, channel, self.tables, given, self.landed, self.table, _count_programs(pooled.device),
             self.tile, by=(0, self.is_back), permit=permit, puts=self.puts,
         )  # fmt: skip
+
+    def find_own(self, placement: EmbeddingPlacement) -> Tensor:
+        """Where the vectors lie that this rank pools for itself."""
+        first = placement.local_batch * placement.first_column(placement.rank)
+        return self.landed.rows.view(-1)[first : first + placement.local_batch * placement.widths[placement.rank]]
 
     def collect(self, placement: EmbeddingPlacement) -> Tensor:
         """The vectors of this rank's samples, [samples, all ranks' columns], once all have arrived, table by table."""

@@ -236,13 +236,14 @@ def _move_part(channel, puts, sources, destinations, tables, given, landed, size
     # What is passed on lies behind what arrives.
     first += tl.where(is_given | (area == _ARRIVED), 0, capacity)
     base += tl.where(arrives, 0, capacity)
-    end = capacity + tl.where(arrives, 0, forwarded)
+    last = capacity + tl.where(arrives, 0, forwarded)
+    start = part * part_rows
+    end = tl.minimum(start + part_rows, size)
     ready = tiles.consumer_tile_wait(channel, sources, tile)
     far = tl.load(word + 7)
     if puts is not None:  # noqa: SIM102  (a constant, and a number of the device)
         if far >= 0:
-            start = part * part_rows
-            count = tl.maximum(tl.minimum(size - start, part_rows), 0) * given.columns
+            count = tl.maximum(end - start, 0) * given.columns
             room: tl.constexpr = puts.slot_bytes // (given.rows.dtype.element_ty.primitive_bitwidth // 8)
             step: tl.constexpr = MOVED_AT_ONCE if room > MOVED_AT_ONCE else room
             for begin in range(0, count, room):
@@ -251,45 +252,65 @@ def _move_part(channel, puts, sources, destinations, tables, given, landed, size
                 outgoing = tiles.outgoing_slice(puts, slot, far).to(tl.pointer_type(given.rows.dtype.element_ty))
                 outgoing = tl.multiple_of(outgoing + zero, 16)
                 for at in range(0, filled, step):
-                    of_slot = at + tl.arange(0, step)
-                    place = begin + of_slot
-                    row, column = (first + start + place // given.columns).to(tl.int64), place % given.columns
-                    is_here = (of_slot < filled) & tl.where(is_given, row < known, row < capacity + forwarded)
-                    if given.positions is not None:
-                        own = tl.load(given.positions + row, mask=is_here & is_given, other=0)
-                        row = own + tl.where(is_given, 0, row)
-                    offset = row * given.columns + column + ready
-                    value = tl.load(given.rows + offset, mask=is_here & is_given, other=unknown)
-                    value = tl.where(is_given, value, tl.load(landed + offset, mask=is_here & (is_given == 0), other=0))
-                    tl.store(outgoing + of_slot, value, mask=of_slot < filled)
+                    place = at + tl.arange(0, step)
+                    value = _load_elements(
+                        given, landed, first + start, begin + place, place < filled, is_given, numbers, ready
+                    )
+                    tl.store(outgoing + place, value, mask=place < filled)
                 num_bytes = filled * (given.rows.dtype.element_ty.primitive_bitwidth // 8)
                 tiles.put_slice(puts, slot, num_bytes, far, slot)
     if far < 0:
         there = tiles.peer_pointer(channel, landed, tiles.tile_rank(destinations, tile))
         publishes = tiles.may_publish(channel)  # memory may hold another call's rows after a failed wait
-        for start in range(part * part_rows, tl.minimum((part + 1) * part_rows, size), rows):
-            at = start + tl.arange(0, rows)
-            row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
-            is_known = (at < size) & ((row < known) | (is_given == 0))
-            is_landed = row < capacity + forwarded
-            is_stored = (at < size) & (target < end) & publishes
-            if given.positions is not None:
+        if given.positions is None:  # rows lie one after another, and so do their places: however short the parts are
+            to = (base + start).to(tl.int64) * given.columns
+            count = tl.maximum(end - start, 0) * given.columns
+            for begin in range(0, count, MOVED_AT_ONCE):
+                place = begin + tl.arange(0, MOVED_AT_ONCE)
+                value = _load_elements(given, landed, first + start, place, place < count, is_given, numbers, ready)
+                is_stored = (place < count) & (to + place < last.to(tl.int64) * given.columns) & publishes
+                tl.store(there + to + place, value, mask=is_stored)
+        else:
+            for begin in range(start, end, rows):
+                at = begin + tl.arange(0, rows)
+                row, target = (first + at).to(tl.int64), (base + at).to(tl.int64)
+                is_known = (at < size) & ((row < known) | (is_given == 0))
+                is_stored = (at < size) & (target < last) & publishes
                 row = tl.load(given.positions + row, mask=is_known & is_given, other=0) + tl.where(is_given, 0, row)
-            for column in range(0, given.columns, block):
-                place = column + tl.arange(0, block)
-                is_column = (place < given.columns)[None, :]
-                offsets = row[:, None] * given.columns + place[None, :]
-                mask = is_known[:, None] & is_column
-                if is_given:
-                    value = tl.load(given.rows + ready + offsets, mask=mask, other=unknown)
-                else:
-                    value = tl.load(landed + ready + offsets, mask=mask & is_landed[:, None], other=0)
-                tl.store(
-                    there + target[:, None] * given.columns + place[None, :],
-                    value,
-                    mask=is_stored[:, None] & is_column,
-                )
+                for column in range(0, given.columns, block):
+                    place = column + tl.arange(0, block)
+                    is_column = (place < given.columns)[None, :]
+                    offsets = row[:, None] * given.columns + place[None, :]
+                    mask = is_known[:, None] & is_column
+                    if is_given:
+                        value = tl.load(given.rows + ready + offsets, mask=mask, other=unknown)
+                    else:
+                        mask &= (row < capacity + forwarded)[:, None]
+                        value = tl.load(landed + ready + offsets, mask=mask, other=0)
+                    tl.store(
+                        there + target[:, None] * given.columns + place[None, :],
+                        value,
+                        mask=is_stored[:, None] & is_column,
+                    )
         tiles.producer_tile_notify(channel, destinations, tile, "p2p")
+
+
+@triton.jit
+def _load_elements(given, landed, first, place, inside, is_given, numbers, ready):  # type: ignore[no-untyped-def]
+    """Load elements `place` of given or landed rows, counted from row `first` on, once their part is `ready`."""
+    known, capacity, forwarded = numbers
+    unknown: tl.constexpr = float("nan") if given.rows.dtype.element_ty.is_floating() else 0
+    end = tl.where(is_given, known, capacity + forwarded)
+    if given.positions is None:
+        offset = first.to(tl.int64) * given.columns + place
+        inside &= offset < end.to(tl.int64) * given.columns
+    else:
+        row = (first + place // given.columns).to(tl.int64)
+        inside &= row < end
+        own = tl.load(given.positions + row, mask=inside & is_given, other=0)
+        offset = (own + tl.where(is_given, 0, row)) * given.columns + place % given.columns
+    value = tl.load(given.rows + offset + ready, mask=inside & is_given, other=unknown)
+    return tl.where(is_given, value, tl.load(landed + offset + ready, mask=inside & (is_given == 0), other=0))
 
 
 @triton.jit
@@ -394,9 +415,8 @@ def make_tables(
     """Write a rank's routed schedule into tables on its device.
 
     capacity: channels of a receiver, of one sender. parts, channels: of a pair's rows, at most if its pieces are as
-    many. made: rows that are not there at the beginning. Those that a rank keeps, for which nobody waits, may be made
-    last, and are moved last. nodes: of each rank, where there are several: signals are then of this rank's node alone,
-    and `movers` programs put.
+    many. made: rows that are not there at the beginning. Those that a rank keeps are made where they arrive. nodes: of
+    each rank, where there are several: signals are then of this rank's node alone, and `movers` programs put.
     """
     near = [peer for peer in range(len(routed.ranks)) if not nodes or nodes[peer] == nodes[rank]]
     world, pieces = len(routed.ranks), routed.pieces
@@ -409,6 +429,9 @@ def make_tables(
     plan, of_piece = routed.ranks[rank], each * of_message
     begin = routed.channels * of_message  # of the channels of made rows
     of_rank = 1 if is_whole else pieces * of_message
+
+    def moves(sender: int, receiver: int) -> bool:
+        return made is None or sender != receiver
 
     def table(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers) or [0], dtype=torch.int32, device="cpu").to(device)
@@ -435,13 +458,14 @@ def make_tables(
         return [(near.index(rank), at, at + 1) for at in (first + min(place, of_rank - 1) for place in places)]
 
     def look_up(signals: Iterable[list[tuple[int, int, int]]]) -> tiles.DynamicMapping:
-        ranks, starts, ends = map(table, zip(*chain.from_iterable(signals), strict=True))
+        found = list(chain.from_iterable(signals)) or [(0, 0, 0)]
+        ranks, starts, ends = map(table, zip(*found, strict=True))
         unused = torch.zeros_like(ranks)
         return tiles.look_up_tiles(unused, unused, ranks, starts, ends)
 
     lists = [routed.list_places(of, area) for of in range(world) for area in (GIVEN, FORWARDED, ARRIVED)]
     starts = list(accumulate(map(len, lists), initial=0))
-    messages = sorted(plan.messages, key=lambda message: made is not None and message.receiver == rank)
+    messages = [message for message in plan.messages if moves(rank, message.receiver)]
     hops = [(message, hop) for message in messages for hop in message.hops]
     far = [  # in the order of all ranks' messages, by which channels are numbered
         (message.channel, sender, message)
@@ -459,6 +483,7 @@ def make_tables(
         there = starts[3 * rank + message.area]
         for hop in message.hops:
             words += [hop.chunk, 0, message.area, 0, 0, there, there + hop.to, sender]
+    arrivals = [(sender, at) for sender, at in plan.arrivals if moves(sender, rank)]
     number = 0
 
     def order_parts(messages: Iterable[RoutedMessage]) -> list[int]:
@@ -481,7 +506,7 @@ def make_tables(
 
     counts = torch.zeros(2, len(near), capacity, dtype=torch.int32, device="cpu")
     for sender, routes in enumerate(routed.ranks):
-        for message in routes.messages:
+        for message in (each for each in routes.messages if moves(sender, each.receiver)):
             channels_of = slice(message.channel * of_message, (message.channel + 1) * of_message)
             is_near = nodes == () or nodes[sender] == nodes[message.receiver]
             giver = sender if is_near else message.receiver
@@ -492,7 +517,7 @@ def make_tables(
     made_signals: MadeSignals | None = None
     if made is not None:
         spans = made.find_channels(pieces * of_piece, pieces * of_piece if is_whole else each)
-        for target in range(world):
+        for target in (each for each in range(world) if each != rank):
             for first, last in spans:
                 counts[:, near.index(rank), begin + target * of_rank + first : begin + target * of_rank + last] += (
                     made.signals
@@ -511,8 +536,8 @@ def make_tables(
                 *(span(rank, message.channel) for _, message in received for _ in message.hops),
             ]
         ),
-        look_up(span(give(sender), at) for sender, at in plan.arrivals),
-        table(giver * capacity + at for sender, of in plan.arrivals for giver, at, _ in span(give(sender), of)),
+        look_up(span(give(sender), at) for sender, at in arrivals),
+        table(giver * capacity + at for sender, of in arrivals for giver, at, _ in span(give(sender), of)),
         counts.to(device),
         made_signals,
         triton.next_power_of_2(max(map(len, lists))),

@@ -131,7 +131,7 @@ class _HeadLoss(torch.autograd.Function):
         if torch._C._autograd._get_current_graph_task_keep_graph():  # for another backward pass
             grad_hidden, grad_weight = (scale_by(each, gradient) for each in (grad_hidden, grad_weight))
         else:
-            scale_gradients((grad_hidden, grad_weight), gradient)
+            scale_gradients((grad_hidden, grad_weight), gradient)  # in their memory
         if is_asked_for(ctx, 1):
             ctx.plan.shard.start_reduction(ctx.parameter, grad_weight)
         return grad_hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
