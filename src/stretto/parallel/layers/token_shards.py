@@ -79,6 +79,8 @@ class TokenShards:
 
     def gathered_input(self, x: Tensor) -> GatheredInput:
         """The gathered input that all linears share that take `x` as it is now."""
+        if x.is_inference():  # torch does not count its writes
+            return GatheredInput()
         key, gathered = id(x), self._gathered
         # A block's own input may be alive when it is computed again, and there the same must be gathered and kept.
         state = x._version, current_run()
