@@ -144,6 +144,16 @@ def test_micro_batches_are_those_whose_tokens_x_divides():
         predict(LARGE, FAST, grid={"x": 2}, batch=4, seq_len=129, micro_batch=1, shard_sequence=True)
 
 
+def test_a_grid_that_is_too_large_is_not_said_to_be_impossible_because_x_divides_no_tokens():
+    small = replace(FAST, gpu=replace(FAST.gpu, memory=2e9))
+    plans = stretto.plan("gpt2-xl", small, gpus=5, batch=4, seq_len=128)
+    (plan,) = (plan for plan in plans if plan.grid["x"] == 5)  # 5 divides the 25 heads, but not 512 tokens
+    assert plan.is_possible
+    assert not plan.fits
+    assert not plan.shard_sequence
+    assert plan.why.startswith("does not fit")
+
+
 def test_a_model_or_a_cost_that_does_not_know_it_is_refused_or_planned_without():
     options = {"gpus": 4, "batch": 4, "seq_len": 16, "cost": "full"}
     whole = GPTConfig(layers=2, hidden=64, heads=4, vocab=64, num_experts=4, experts_per_token=2, balance="sequence")

@@ -194,8 +194,7 @@ class Candidate:
     @property
     def rank_on_its_grid(self) -> tuple[Any, ...]:
         """If nothing fits, the nearest candidate: a plan must not recommend options that were found insufficient."""
-        is_too_large = self.impossible is None and not self.fits
-        return (not self.fits, peak(self.memory) if is_too_large else 0.0, self.rank)
+        return (self.impossible is not None, not self.fits, 0.0 if self.fits else peak(self.memory), self.rank)
 
     def settles(self, choice: StepChoice, micro_batch: int) -> bool:
         """True if a choice with micro-batches of at most this size cannot be faster: this one's are as large, and it
@@ -267,12 +266,17 @@ def judge(
     elif size is None and impossible is None:
         size = largest_micro_batch(workload, config, limit, needed)
     config, attention = replace(config, micro_batch=size or 1), None
-    if device is not None and impossible is None:  # what is held is of the default; the way itself is judged again
-        config, attention = choose_way(workload, config, device, lambda each: full_cost(workload, each, device, rates))
-        needed = cache(partial(_memory_at, workload, config, **_find_nvlink(cluster, config.grid)))
     choice = StepChoice(config.options, config.state)
     if any(other.settles(choice, config.micro_batch) for other in others):
         return None
+    find_cost = cache(
+        partial(paper_cost, workload, cluster=cluster, rates=rates)
+        if device is None
+        else partial(full_cost, workload, device=device, rates=rates)
+    )
+    if device is not None and impossible is None:  # what is held is of the default; the way itself is judged again
+        config, attention = choose_way(workload, config, device, find_cost)
+        needed = cache(partial(_memory_at, workload, config, **_find_nvlink(cluster, config.grid)))
     components: Mapping[str, float]
     if device is None and workload.model.moe is not None:
         components = list_memory(workload.model, config.grid)
@@ -281,9 +285,11 @@ def judge(
     parameters = local_parameters(workload.model, workload.model.splitting_sizes(config.grid))
     host = host_memory(workload, config, cluster, parameters, kept_activations(workload, config)[1])
     fits = impossible is None and peak(components) <= limit and host.fits
-    cost = (
-        paper_cost(workload, config, cluster, rates) if device is None else full_cost(workload, config, device, rates)
-    )
+    if not fits and any(
+        other.fits or (other.impossible is None and peak(other.memory) < peak(components)) for other in others
+    ):
+        return None
+    cost = find_cost(config)
     check_finite(cost, cluster)
     copies = workload.model.copies(config.grid)
     return Candidate(config, cost, components, host, fits, impossible, copies, attention=attention)

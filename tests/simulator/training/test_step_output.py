@@ -4,12 +4,14 @@ use over time.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests.simulator.training.steps import SEQ_LEN, SIZES, configure, made_up, workload
 
 from stretto.models import GPTConfig
 from stretto.planner import plan
+from stretto.planner.documents import read_packed
 from stretto.simulator.training import plan_simulated, simulate_step, step_of_plan
 from stretto.simulator.training.plans import list_terms
 from stretto.simulator.training.trace import make_trace, write_trace
@@ -97,6 +99,22 @@ def test_a_simulated_plan_has_the_time_and_terms_of_its_step(found):
         assert each.step_time == pytest.approx(step.step_time)
         assert sum(each.terms.values()) == pytest.approx(each.step_time)
         assert each.terms == list_terms(step)
+
+
+@pytest.mark.parametrize("more", [{"two_level": True}, {"documents": [50, 90, 300]}], ids=str)
+def test_what_steps_are_planned_with_they_are_simulated_with(more):
+    model, options = GPTConfig(layers=4, **SIZES), {"gpus": 8, "batch": 16, "seq_len": SEQ_LEN, "simulated": 40}
+    simulated, usual = (
+        {str(each.grid): each.step_time for each in plan_simulated(model, made_up(), **options, **about)}
+        for about in (more, {})
+    )
+    grid = {"data": 1, "x": 1, "y": 1, "z": 8, "pipe": 1}
+    (best,) = (each for each in plan(model, made_up(), gpus=8, batch=16, seq_len=SEQ_LEN, **more) if each.grid == grid)
+    documents = read_packed(more.get("documents"), SEQ_LEN)
+    how = step_of_plan(best, two_level=more.get("two_level", False))
+    step = simulate_step(replace(workload(), documents=documents), how, made_up())
+    assert simulated[str(best.grid)] == pytest.approx(step.step_time)
+    assert simulated[str(best.grid)] < usual[str(best.grid)]
 
 
 def test_pipelines_are_planned_by_simulation_too():

@@ -195,7 +195,7 @@ def read_grid(text: str) -> dict[str, int]:
     return sizes
 
 
-_OF_WORKLOAD = ("batch", "seq_len", "dtype", "optimizer")
+_OF_WORKLOAD = ("batch", "seq_len", "documents", "dtype", "optimizer")
 _OF_RUN = ("state", "clips")
 _OF_SCHEDULE = ("micro_batch", "schedule", "virtual_stages", "limit", "serve_first")
 
@@ -221,18 +221,20 @@ def _choose_step(
     options: ExecutionOptions = asked.get("options", ExecutionOptions()).replace(**changes)
     sizes = asked.get("grid") if grid is None else read_grid(grid)
     about = given((*_OF_WORKLOAD, *_OF_RUN, *_OF_SCHEDULE))
+    kept: dict[str, Any] = {"drop_duplicates": options.drop_duplicates, "two_level": options.two_level}
     if sizes is not None:
         found = predict(asked["model"], machine, grid=sizes, options=options, **about)
         _check_gpus(found.grid, asked.get("gpus") if grid is not None else None, machine)
     else:
         searched = {name: changes[name] for name in ("recompute", "reshard", "shard_sequence") if name in changes}
+        searched |= given(("context", "pipe")) | kept
         gpus, overlaps = asked.get("gpus"), options.overlap.hides_any
         found = plan(asked["model"], machine, gpus=gpus, overlaps=overlaps, **about, **searched)[0]
         if not found.fits:
             raise ValueError(
                 "no grid of this number of GPUs fits into memory; `stretto plan` prints the memory of each"
             )
-    config = step_of_plan(found, overlap=options.overlap, **given(_OF_RUN))
+    config = step_of_plan(found, overlap=options.overlap, **given(_OF_RUN), **kept)
     if sizes is not None:
         config = replace(config, options=options)
     return workload, config, found.fits

@@ -7,9 +7,10 @@ from typing import Any
 
 from stretto.axes import GridSizes
 from stretto.cluster import Cluster
-from stretto.execution import ExecutionOptions, Overlap, StateOptions
+from stretto.execution import ExecutionOptions, Overlap, StateOptions, TwoLevel
 from stretto.planner import GridPlan, plan
 from stretto.planner.architecture_loader import read_architecture
+from stretto.planner.documents import read_packed
 from stretto.planner.search import find_cluster
 from stretto.planner.search_space import set_imbalance
 from stretto.planner.workload import Dtype, OptimizerName, ScheduleChoice, StepConfig, StepWorkload
@@ -26,10 +27,16 @@ def step_of_plan(
     drop_duplicates: bool = True,
     state: StateOptions | None = None,
     clips: bool = True,
+    two_level: TwoLevel = False,
 ) -> StepConfig:
     """The configuration that a plan predicts, with options that it lacks. state: except for its location."""
     options = ExecutionOptions(
-        Overlap.parse(overlap), plan.reshard, plan.recompute, plan.shard_sequence, drop_duplicates=drop_duplicates
+        Overlap.parse(overlap),
+        plan.reshard,
+        plan.recompute,
+        plan.shard_sequence,
+        drop_duplicates=drop_duplicates,
+        two_level=two_level,
     )
     schedule = None
     if plan.schedule is not None:
@@ -60,8 +67,9 @@ def plan_simulated(
     machine = find_cluster(cluster, captured=search.pop("captured", False))
     plans = plan(model, machine, batch=batch, seq_len=seq_len, cost="full", dtype=dtype, optimizer=optimizer, **search)
     architecture = set_imbalance(read_architecture(model, seq_len), search.get("imbalance"))
-    workload = StepWorkload(architecture, batch, seq_len, dtype=dtype, optimizer=optimizer)
-    names = ("drop_duplicates", "state", "clips")
+    documents = read_packed(search.get("documents"), seq_len)
+    workload = StepWorkload(architecture, batch, seq_len, documents, dtype=dtype, optimizer=optimizer)
+    names = ("drop_duplicates", "state", "clips", "two_level")
     about = {name: search[name] for name in names if search.get(name) is not None}
     overlap = search.get("overlaps", True)
     best = [each for each in plans if each.is_possible and each.fits][:simulated]
