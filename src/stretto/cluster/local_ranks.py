@@ -122,8 +122,8 @@ def name_node(rank: int, world_size: int, environment: Mapping[str, str] = os.en
 
 
 def require_declared(names: Sequence[str]) -> None:
-    """Raise ValueError if a rank's STRETTO_NODES declares no nodes of the job, or if ranks of one machine have different
-    ones: their nodes would be neither one's. names: of the ranks' nodes, in the order of ranks."""
+    """Raise ValueError if a rank's STRETTO_NODES declares no nodes of the job, or if ranks of one machine have been
+    given different ones: their nodes would be neither one's. names: of the ranks' nodes, in the order of ranks."""
     found: dict[str, tuple[int, str]] = {}
     for rank, name in enumerate(names):
         machine, _, node = name.partition(_NODE)
