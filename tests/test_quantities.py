@@ -1,14 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantities as people write them."""
 
-import pytest
+import json
+from collections.abc import Callable
 
+import numpy
+import pytest
+import torch
+
+from stretto.axes import check_sizes
+from stretto.cluster import Cluster
+from stretto.collectives import AllGather, chunk, compile_program, trace
+from stretto.models import GPTConfig
+from stretto.ops.moe import permute
+from stretto.planner import plan
 from stretto.quantities import (
     counted,
     read_bandwidth,
     read_bytes,
     read_seconds,
     read_switch,
+    require_whole,
     show_nanoseconds,
     whole_nanoseconds,
 )
@@ -88,3 +100,35 @@ def test_times_are_shown_in_the_unit_that_suits():
         "2.5 s",
     ]
     assert whole_nanoseconds(41_179.6875e-9) == 41_180
+
+
+def gather_by(count: Callable[[int], int]) -> str:
+    with trace(AllGather(count(2), count(1))) as traced:
+        for rank in range(2):
+            for other in range(2):
+                chunk(count(rank), "in", count(0)).copy(count(other), "out", count(rank))
+    return repr(compile_program(traced.program, name="gather").ranks)
+
+
+def what_takes_counts(count: Callable[[int], int]) -> list[str]:
+    """What calls that take whole numbers make of them, as text that shows a number of another library."""
+    config = GPTConfig(layers=count(2), hidden=count(64), heads=count(4))
+    plans = plan(
+        config, Cluster.preset("perlmutter"), gpus=count(4), batch=count(8), seq_len=count(64), context=count(1)
+    )
+    permuted = permute(torch.eye(4), torch.tensor([[0], [1], [2], [1]]), count(4))
+    return [
+        repr(check_sizes({"data": count(2), "x": count(3), "expert": count(2)})),
+        json.dumps(vars(config)),
+        repr(plans[0]),
+        repr(permuted.offsets.tolist()),
+        gather_by(count),
+        repr(require_whole("room", count(3))),
+    ]
+
+
+def test_whole_numbers_of_numpy_are_pythons():
+    assert what_takes_counts(numpy.int64) == what_takes_counts(int)
+    for wrong in (numpy.float64(2), numpy.bool_(True), True, 2.0, "2"):
+        with pytest.raises(ValueError, match=r"room is .*, but must be a whole number, at least 1"):
+            require_whole("room", wrong)

@@ -39,7 +39,7 @@ from functools import cached_property
 from math import gcd, log, prod
 from typing import Any, Literal, get_args
 
-from stretto.quantities import require_whole
+from stretto.quantities import require_whole, to_whole
 
 
 @dataclass(frozen=True)
@@ -351,6 +351,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> GridSizes:
     Raises ValueError for an unknown axis, a size that is not positive, and an expert for which data, z (and x, where it
     folds) do not have the ranks.
     """
+    sizes = {axis: to_whole(size) for axis, size in sizes.items()}
     numbers = {axis: size for axis, size in sizes.items() if axis not in _DEFAULTS}
     _require_axes([axis for axis in numbers if axis != EXPERT])
     for axis, size in numbers.items():

@@ -2,8 +2,10 @@
 """Reads and writes quantities as people do: 64MiB, 50GiB/s, 200Gb/s, 700ns."""
 
 import math
+import operator
 import os
 import re
+from numbers import Integral
 from typing import Any
 
 MAX_BYTES = 2.0**60
@@ -91,11 +93,21 @@ def _finite(text: str, value: float) -> float:
     return value
 
 
-def require_whole(where: str, value: Any, least: int = 1, most: int | None = None, *, rest: str = "") -> None:
-    """Raise ValueError unless a value is a whole number of these bounds. rest: what else would do, for the message."""
+def to_whole(value: Any) -> Any:
+    """A whole number of another library, such as numpy.int64, as Python's own; anything else as it is."""
+    return value if isinstance(value, int) or not isinstance(value, Integral) else operator.index(value)
+
+
+def require_whole(where: str, value: Any, least: int = 1, most: int | None = None, *, rest: str = "") -> int:
+    """A whole number, as Python's own (`to_whole`). Raises ValueError for anything else, and out of these bounds.
+
+    rest: what else would do, for the message.
+    """
+    value = to_whole(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         bounds = f", at least {least}" if most is None else f" from {least} to {most}"
         raise ValueError(f"{where} is {value!r}, but must be a whole number{bounds}{rest}")
+    return value
 
 
 def check_count(where: str, value: Any) -> None:

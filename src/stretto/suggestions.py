@@ -10,6 +10,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from stretto.quantities import to_whole
+
 MAX_SUGGESTIONS = 3  # suggestions of one message
 _SHORTEST_PART = 3  # letters of a name of which others may be longer forms
 
@@ -40,10 +42,13 @@ def require_type(value: object, kind: type | types.UnionType, argument: str) -> 
 def require_fields(options: Any, prefix: str = "") -> None:
     """Raise ValueError for the first field of a dataclass whose value is none of its annotation's.
 
-    Whole numbers do for floats, NaN does for nothing, True and False are no numbers, and lists do for tuples.
+    Whole numbers do for floats, NaN does for nothing, True and False are no numbers, and lists do for tuples. A whole
+    number of another library becomes Python's own.
     """
     for name, kind in _find_kinds(options.__class__).items():
         value = getattr(options, name)
+        if (own := to_whole(value)) is not value:
+            object.__setattr__(options, name, own)
         if not _is_of(value, kind):
             if get_origin(kind) is Literal and all(isinstance(each, str) for each in get_args(kind)):
                 require_one_of(get_args(kind), prefix, **{name: value})

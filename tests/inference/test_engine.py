@@ -261,7 +261,7 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
         "vocabulary": "token 61 of a prompt is outside the vocabulary [0, 61); 60 is its last",
         "text": "a prompt has 'a', but must be token ids",
         "cache": "takes 339 of the 320 tokens of the cache; max_new_tokens=21 would do",
-        "new": "max_new_tokens is 0, but must be a positive integer; 1 is the least",
+        "new": "max_new_tokens is 0, but must be a whole number, at least 1",
         "others": "ranks that differ only in x were given different requests",
         "alone": "ranks that differ only in x were given different requests",
         "after": "True",
@@ -278,12 +278,12 @@ def test_what_cannot_work_is_refused_on_all_ranks_with_what_would_do(ranks: Make
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_batch": 0}, "max_batch is 0, but must be a positive integer; 1 is the least"),
+        ({"max_batch": 0}, "max_batch is 0, but must be a whole number, at least 1"),
         ({"cache_tokens": -3}, "cache_tokens is -3"),
         ({"cache_tokens": 15}, "less than a page of 16; 16 would do"),
         ({"chunk": 0}, "chunk is 0"),
-        ({"divide_from": 0}, "divide_from is 0, but must be a positive integer"),
-        ({"divide_from": "fast"}, "divide_from is 'fast', but must be 'auto', None or a positive integer"),
+        ({"divide_from": 0}, "divide_from is 0, but must be a whole number, at least 1"),
+        ({"divide_from": "fast"}, "divide_from is 'fast', but must be 'auto', None or a whole number"),
         ({"model": make("llama")}, "Engine takes a model that stretto.parallelize has returned"),
     ],
     ids=str,
@@ -392,7 +392,7 @@ def test_a_closed_engine_and_a_table_that_no_memory_holds_are_refused() -> None:
     model = parallelize(make("llama"), Grid())
     for given, message in (
         ({"max_batch": 10**9}, r"an engine's table of max_batch=1000000000 requests needs at least .* GB"),
-        ({"max_batch": True}, "max_batch is True, but must be a positive integer"),
+        ({"max_batch": True}, "max_batch is True, but must be a whole number, at least 1"),
         ({"capture": "no"}, "capture is 'no', but must be True or False"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -426,7 +426,7 @@ def alone() -> Engine:
         ({"stop": ["</s>"]}, "stop has '</s>'"),
         ({"stop": [-1]}, r"token -1 of stop is outside the vocabulary \[0, "),
         ({"stop": torch.tensor([1 << 40])}, "token 1099511627776 of stop is outside"),
-        ({"max_new_tokens": True}, "max_new_tokens is True, but must be a positive integer; 1 is the least"),
+        ({"max_new_tokens": True}, "max_new_tokens is True, but must be a whole number, at least 1"),
         ({"seed": "x"}, "seed is 'x', but must be a whole number"),
         ({"seed": 1.5}, "seed is 1.5, but must be a whole number"),
         ({"seed": 1 << 63}, "must be of 64 bits; 0 would do"),

@@ -182,7 +182,7 @@ def test_views_that_are_no_rectangle_are_not_taken_for_one() -> None:
 
 def test_arguments_that_cannot_work_are_refused_before_anything_is_opened() -> None:
     model: Any = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="workers is 0, but must be how many the server has; 1 is the least"):
+    with pytest.raises(ValueError, match="workers is 0, but must be a whole number, at least 1, as many"):
         WeightSender(model, None, 0)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"16-bit weights, not torch\.float32"):
         WeightSender(model, None, 1, dtype=torch.float32, changes_only=True)  # type: ignore[arg-type]

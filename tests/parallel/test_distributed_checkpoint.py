@@ -202,15 +202,42 @@ def far_after_a_broadcast(kind: str, sizes: Sizes) -> float:
     plain = {name: value + 1 for name, value in make(kind).state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(plain) if dist.get_rank() == 0 else {}, options=options)
+    model.load_state_dict(model.state_dict() | {name: value for name, value in plain.items() if "norm" in name})
     return max((gather(value) - plain[name]).abs().max().item() for name, value in model.named_parameters())
 
 
 def test_weights_of_rank_0_are_broadcast_or_that_is_refused(ranks: MakeRanks) -> None:
     assert ranks(2).run(far_after_a_broadcast, "blocks", {"z": 2}) == [0, 0]
+    assert ranks(2).run(far_after_a_broadcast, "llama", {"pipe": 2}) == [0, 0]  # each rank loads its own stages
     with pytest.raises(RuntimeError, match="broadcast_from_rank0=True") as caught:  # torch gives each rank one box
         ranks(2).run(far_after_a_broadcast, "gpt2", {"x": 2})
     assert "c_attn" in str(caught.value)
     assert "keep_vars=True" in str(caught.value)  # whose state dict is the same, and harmless
+
+
+def load_state_of_rank_0(folder: Path) -> None:
+    """Load optimizer state of fused weights that x cuts, from rank 0, in place, after a step, and from a checkpoint."""
+    model, optimizer, grid = by_stretto("gpt2", {"x": 2})
+    plain = make("gpt2")
+    whole = get_optimizer_state_dict(plain, torch.optim.AdamW(plain.parameters()))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    for _ in range(2):  # a fresh optimizer, and one that has made steps
+        given = copy.deepcopy(whole) if dist.get_rank() == 0 else {}
+        with pytest.raises(RuntimeError, match=r"exp_avg of .*c_attn.* was written shard by shard"):
+            set_optimizer_state_dict(model, optimizer, given, options=options)
+        set_optimizer_state_dict(model, optimizer, copy.deepcopy(whole), options=StateDictOptions(full_state_dict=True))
+        train(model, optimizer, 0, grid)
+    own = get_optimizer_state_dict(model, optimizer)
+    dcp.save({"optim": own}, checkpoint_id=folder, planner=SegmentSavePlanner())
+    dcp.load({"optim": own}, checkpoint_id=folder, planner=SegmentLoadPlanner())
+    set_optimizer_state_dict(model, optimizer, own)
+    own = get_optimizer_state_dict(model, optimizer)
+    train(model, optimizer, 0, grid)
+    set_optimizer_state_dict(model, optimizer, own)
+
+
+def test_optimizer_state_of_rank_0_that_a_broadcast_mixes_up_is_refused(ranks: MakeRanks, tmp_path: Path) -> None:
+    ranks(2).run(load_state_of_rank_0, tmp_path)
 
 
 def unset_on_meta(kind: str) -> tuple[bool, bool, float]:

@@ -91,7 +91,9 @@ def adapt(kind: str, task: str | None) -> nn.Module:
     return get_peft_model(model.double(), config)
 
 
-def distances_over_context(sizes: dict[str, int], cases: list[tuple[str, str | None]]) -> dict[str, float]:
+def distances_of_adapters(
+    sizes: dict[str, int], cases: list[tuple[str, str | None]], has_logits: bool
+) -> dict[str, float]:
     """How far adapters' gradients and the loss are from those of one rank, of all cases."""
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(7))
     found = {}
@@ -100,8 +102,11 @@ def distances_over_context(sizes: dict[str, int], cases: list[tuple[str, str | N
         loss = plain(tokens, labels=tokens).loss
         loss.backward()
         model, rows = parallelize(adapt(*case), grid), my_rows(grid, 2)
-        own = model(tokens[rows], labels=tokens[rows]).loss
+        output = model(tokens[rows], labels=tokens[rows])
+        own = output.loss
         own.backward()
+        if not has_logits:
+            assert output.logits is None
         found[f"{case} loss"] = abs(own.item() - loss.item())
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             if theirs.requires_grad:
@@ -115,8 +120,16 @@ def distances_over_context(sizes: dict[str, int], cases: list[tuple[str, str | N
 )
 def test_adapters_over_context_have_the_gradients_of_one_rank(sizes: dict[str, int], ranks: MakeRanks) -> None:
     cases = [("lora", "CAUSAL_LM"), ("lora", None), ("dora", "CAUSAL_LM"), ("balanced", "CAUSAL_LM")]
-    for found in ranks(4).run(distances_over_context, sizes, cases):
+    for found in ranks(4).run(distances_of_adapters, sizes, cases, True):
         assert {name: far for name, far in found.items() if not far < 1e-12} == {}
+
+
+@pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
+def test_adapted_blocks_are_gathered_beside_a_head_that_makes_no_whole_logits(
+    sizes: dict[str, int], ranks: MakeRanks
+) -> None:
+    for found in ranks(2).run(distances_of_adapters, sizes, [("lora", "CAUSAL_LM"), ("dora", None)], False):
+        assert {name: far for name, far in found.items() if not far < 1e-6} == {}  # transformers' norms are in fp32
 
 
 @pytest.mark.parametrize(

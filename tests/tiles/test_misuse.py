@@ -51,8 +51,8 @@ def ask_wrongly():
             ("to row 7 on of 9", lambda: tiles.rank_copy_data(torch.zeros(9), torch.zeros(3), rows=slice(None), to=7)),
             ("one shape", lambda: tiles.rank_copy_data(torch.tensor(0), torch.tensor(0), rows=slice(0, 1))),
             ("one shape", lambda: tiles.rank_copy_data(torch.zeros(9, 2), torch.zeros(3, 1), rows=slice(1, 3))),
-            ("tile_rows: a whole number, 1 or more, not 0", lambda: static(24, 2, 0)),
-            ("rows: a whole number, 0 or more, not -1", lambda: static(-1, 2, 8)),
+            ("tile_rows is 0, but must be a whole number, at least 1", lambda: static(24, 2, 0)),
+            ("rows is -1, but must be a whole number, at least 0", lambda: static(-1, 2, 8)),
             ("12 rows or more will do", lambda: static(24, 2, 8, channels=2, channel_rows=8)),
             ("row_low is torch.float32", lambda: tiles.look_up_tiles(*[torch.zeros(3)] * 5)),
             ("rank [2]", lambda: tiles.look_up_tiles(table, table, table[:2], table, table)),
@@ -65,8 +65,11 @@ def ask_wrongly():
             ("local, p2p, broadcast, not 'all'", lambda: channel.enter("x", "all")),
             ("ranks 0 to 1, not 2", lambda: channel.tensor((1,), torch.int8, rank=2)),
             ("ranks 0 to 1, not -1", lambda: channel.tensor((1,), torch.int8, rank=-1)),
-            ("rows: a whole number, 0 or more, not 24.5", lambda: static(24.5, 2, 8)),
-            ("columns: a whole number, 1 or more, not 0", lambda: tiles.look_up_tiles(*[table] * 5, columns=0)),
+            ("rows is 24.5, but must be a whole number, at least 0", lambda: static(24.5, 2, 8)),
+            (
+                "columns is 0, but must be a whole number",
+                lambda: tiles.look_up_tiles(*[table] * 5, columns=0),
+            ),
         ):
             with pytest.raises(ValueError, match=re.escape(words)):
                 call()

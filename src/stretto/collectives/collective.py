@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache, lru_cache
 
+from stretto.quantities import to_whole
+
 InputChunk = tuple[int, int]
 Expected = tuple[InputChunk, ...]
 MAX_RANKS = 4096
@@ -61,6 +63,8 @@ class Collective:
     is_unknown: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("ranks", "input_chunks", "output_chunks", "root"):
+            object.__setattr__(self, name, to_whole(getattr(self, name)))
         if not (isinstance(self.ranks, int) and 1 <= self.ranks <= MAX_RANKS):
             raise ValueError(f"a collective has 1 to {MAX_RANKS} ranks, not {self.ranks!r}")
         for what, count in (("input", self.input_chunks), ("output", self.output_chunks)):
@@ -102,8 +106,8 @@ class Collective:
                     )
 
     def _is_input(self, chunk: object) -> bool:
-        match chunk:
-            case (int(rank), int(index)) if isinstance(chunk, tuple):
+        match tuple(map(to_whole, chunk)) if isinstance(chunk, tuple) else None:
+            case (int(rank), int(index)):
                 return 0 <= rank < self.ranks and 0 <= index < self.input_chunks
         return False
 

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from stretto.collectives.collective import MAX_CHUNKS, Buffer, Collective
+from stretto.quantities import to_whole
 
 MAX_INSTANCES = 256
 _current: ContextVar["Trace | None"] = ContextVar("the program that is traced", default=None)
@@ -199,6 +200,7 @@ class Trace:
     def split(self, reference: Reference, parts: int) -> list[Reference]:
         """Split a reference into `parts` of equal counts."""
         self._require_current(reference)
+        parts = to_whole(parts)
         if not isinstance(parts, int) or parts < 1 or reference.count % parts:
             raise ProgramError(f"{_line()}: {reference.count} chunks cannot be split into {parts!r} equal parts")
         count = reference.count // parts
@@ -224,6 +226,7 @@ class Trace:
     @contextmanager
     def parallel(self, instances: int) -> Iterator[None]:
         """Record all operations inside with so many times more instances."""
+        instances = to_whole(instances)
         if not isinstance(instances, int) or not 1 <= instances <= MAX_INSTANCES:
             raise ProgramError(f"{_line()}: parallelize takes 1 to {MAX_INSTANCES} instances, not {instances!r}")
         if self._instances[-1] * instances > MAX_INSTANCES:
@@ -241,6 +244,7 @@ class Trace:
 
     def _find(self, rank: int, buffer: Buffer | str, index: int, count: int) -> tuple[Chunks, list[int]]:
         """The place of these chunks, under one name for shared memory, and the versions of their contents."""
+        rank, index, count = map(to_whole, (rank, index, count))
         versions = self._versions_of(rank)
         try:
             buffer = Buffer(buffer)
@@ -255,6 +259,7 @@ class Trace:
                 f"{_line()}: {Chunks(rank, buffer, index, count)} is out of bounds: {buffer} has {size} chunks"
             )
         buffer, index = self.collective.place(rank, buffer, index)
+        index = to_whole(index)  # of a user's function
         there = versions[buffer]
         if buffer is Buffer.SCRATCH and index + count > len(there):
             there.extend([0] * (index + count - len(there)))
@@ -280,6 +285,7 @@ class Trace:
         channel: int | None,
         thread_blocks: tuple[int | None, int | None],
     ) -> Reference:
+        channel = to_whole(channel)
         if channel is not None and (not isinstance(channel, int) or channel < 0):
             raise ProgramError(f"{_line()}: a channel is a number from 0, not {channel!r}")
         if source[:2] == destination[:2] and abs(source.start - destination.start) < source.size:

@@ -27,6 +27,7 @@ from stretto.parallel.comm.collectives import NO_GROUP
 from stretto.parallel.experts.module import ParallelExperts
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.state import require_state
+from stretto.quantities import require_whole
 
 
 class Engine:
@@ -70,11 +71,11 @@ class Engine:
     ) -> None:
         sizes: dict[str, Any] = {"max_batch": max_batch, "cache_tokens": cache_tokens, "chunk": chunk, "page": page}
         if isinstance(divide_from, str) and divide_from != "auto":
-            raise ValueError(f"divide_from is {divide_from!r}, but must be 'auto', None or a positive integer")
+            raise ValueError(f"divide_from is {divide_from!r}, but must be 'auto', None or a whole number")
         sizes |= {} if divide_from in (None, "auto") else {"divide_from": divide_from}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}, but must be a positive integer; 1 is the least")
+        sizes = {name: require_whole(name, value) for name, value in sizes.items()}
+        max_batch, cache_tokens, chunk, page = (sizes[name] for name in ("max_batch", "cache_tokens", "chunk", "page"))
+        divide_from = sizes.get("divide_from", divide_from)
         if not isinstance(capture, bool):
             raise ValueError(f"capture is {capture!r}, but must be True or False")
         if cache_tokens < page:
@@ -319,8 +320,7 @@ class Engine:
     ) -> Request:
         self._require_open()
         ids = parse_prompt(prompt, self.vocab)
-        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {max_new_tokens!r}, but must be a positive integer; 1 is the least")
+        max_new_tokens = require_whole("max_new_tokens", max_new_tokens)
         ends = self._stop if stop is None else parse_stop(stop, self.vocab)
         request = Request(ids, max_new_tokens, Sampling(**sampling), ends, log_probabilities)
         for limit, what in ((self._limit, "positions of the model"), (self._cache_tokens, "tokens of the cache")):

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from stretto.inference.weights import HeldBox, HeldWeight, WeightChanges, exchange, patch_weights, tell, weights_of
 from stretto.memory import PeerError, store_all_gather
+from stretto.quantities import require_whole
 
 _POLL = 0.005  # seconds
 _stores: list[dist.TCPStore] = []  # rank 0's, for other ranks that read why a sender has failed
@@ -93,8 +94,7 @@ class WeightSender:
         through_host: bool = False,
         timeout: float = 300.0,
     ) -> None:
-        if not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"workers is {workers!r}, but must be how many the server has; 1 is the least")
+        workers = require_whole("workers", workers, rest=", as many as the server has")
         if changes_only:
             WeightChanges(nn.Module(), dtype)  # refuses dtypes that patches do not have
         self._model, self._client, self._dtype, self._number = model, client, dtype, 0

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from stretto.memory.cuda import CudaMemory
 from stretto.memory.host import HostMemory
 from stretto.memory.symmetric import MAX_BYTES, MAX_SIGNALS, SymmetricMemory
+from stretto.quantities import to_whole
 
 _memories = WeakTensorKeyDictionary()
 """The `_Allocation` of each tensor that is alive."""
@@ -33,6 +34,7 @@ def allocate(
     """
     if backend not in ("host", "cuda"):
         raise ValueError(f'the backends of symmetric memory are "host" and "cuda", not {backend!r}')
+    size, signals = to_whole(size), to_whole(signals)
     if not (isinstance(size, int) and 0 <= size <= MAX_BYTES):
         raise ValueError(f"a buffer has 0 to {MAX_BYTES} bytes, not {size}")
     if not (isinstance(signals, int) and 0 <= signals <= MAX_SIGNALS):

@@ -46,6 +46,7 @@ from stretto.ops.scaled import (
     scaled_matmul_all_reduce,
     scaled_matmul_reduce_scatter,
 )
+from stretto.quantities import to_whole
 from stretto.tuning import TuningStore, median_seconds, slowest_times, time_runs
 
 logger = logging.getLogger("stretto.ops")
@@ -102,6 +103,7 @@ def tune(
             f"{' and '.join(EXPERTS)} take experts, and top_k of up to so many, 1 or more, and others neither: not "
             f"{operator} with experts={experts}, top_k={top_k}"
         )
+    m, n, k = map(to_whole, (m, n, k))
     if not all(isinstance(size, int) and size > 0 for size in (m, n, k)):
         raise ValueError(f"m, n and k are whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
     if dtype not in (*DTYPES, FP8):

@@ -46,7 +46,7 @@ from stretto.parallel.layers.router import route_whole_features
 from stretto.parallel.layers.sharded_module import place_shared, refuse_copy
 from stretto.parallel.layout import has_layout
 from stretto.parallel.model_loss import balance_over_batch, install_loss, install_loss_of_rows
-from stretto.parallel.pipeline.cutting import wrap_forwards
+from stretto.parallel.pipeline.cutting import pass_over_other_stages, wrap_forwards
 from stretto.parallel.place import PlacedBlocks, Placement
 from stretto.parallel.recomputation import checkpoint_activations
 from stretto.parallel.roles.plan import PlainPart, ShardingPlan
@@ -141,6 +141,7 @@ def install(model: nn.Module, placement: Placement, parts: SequenceParts | None 
         checkpoint_activations(model, options.recompute, () if isinstance(plan, ShardingPlan) else plan.names)
     if cut is not None:
         wrap_forwards(model, cut.stages)
+        pass_over_other_stages(model, cut.stages)
 
 
 def _batch_over_x(model: nn.Module, request: ShardingRequest) -> None:

@@ -61,10 +61,11 @@ def install_loss(model: nn.Module, plan: ShardingPlan, gradients: GradientReduce
         if grid.size(LOSS) > 1:
             model.register_forward_hook(_refuse_means_of_one_rank)
         return
-    signature = inspect.signature(model.forward)
+    taker = unwrap(model) if plan.is_pretrained else model
+    signature = inspect.signature(taker.forward)
     target = next((name for name in _TARGETS if name in signature.parameters), None)
     if isinstance(head, ParallelHead) and loss is not None and target is not None and is_sharded:
-        _defer_loss(model, head, signature, target)
+        _defer_loss(taker, head, signature, target)
 
 
 def balance_over_batch(model: nn.Module, gradients: GradientReducer) -> None:

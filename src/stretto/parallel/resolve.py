@@ -21,7 +21,7 @@ from stretto.execution import MIN_COPIED_BYTES, ExecutionOptions
 from stretto.huggingface.experts import ExpertsKind, find_experts
 from stretto.huggingface.family_roles import wildcard
 from stretto.huggingface.formulas import UnknownRolesError
-from stretto.huggingface.pretrained_model import adapters_of, is_conv1d, is_linear, is_pretrained_model
+from stretto.huggingface.pretrained_model import adapters_of, is_conv1d, is_linear, is_pretrained_model, unwrap
 from stretto.huggingface.roles import norms_next_to_linears, plan_of
 from stretto.parallel.blocks import find_blocks
 from stretto.parallel.context.sequence_parts import require_context
@@ -78,7 +78,7 @@ def resolve(
             "a rank of a grid has a shard: adapt the model by LoRA (peft.LoraConfig), or another kind of PEFT's"
         )
     require_context(model, sizes)
-    plan = _find_plan(model, sizes, roles, local_attributes, blocks)
+    plan = _find_plan(model, sizes, roles, local_attributes, blocks, options)
     if isinstance(plan, ShardingPlan):
         if options.shard_sequence:
             plan = check_takes_sharded_sequence(model, plan)
@@ -108,6 +108,7 @@ def _find_plan(
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
     local_attributes: Mapping[str, str | None] | None,
     blocks: Sequence[str] | None,
+    options: ExecutionOptions,
 ) -> ShardingPlan | BlockPlan:
     if blocks is not None:
         if roles or local_attributes:
@@ -130,6 +131,8 @@ def _find_plan(
         is_unsplit = sizes["x"] == sizes["y"] == 1
         if has_roles or not (is_unsplit or isinstance(error, UnknownRolesError)):
             raise
+        if (found := _gather_adapted_blocks(model, sizes, options)) is not None:
+            return found
         experts = _experts_beside_blocks(model, check_sizes(sizes), error) if sizes.get("expert", 1) > 1 else {}
         return BlockPlan(tuple(find_blocks(model)), str(error), is_pretrained_model(model), experts)
     return plan
@@ -153,14 +156,39 @@ def prefer_blocks(
     grid, options = request.grid, request.options
     if not isinstance(plan, ShardingPlan) or grid.size("z") == 1 or grid.device.type not in _LAUNCHED_BY_HOST:
         return plan
-    takes_roles = options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
     # Transformers' own checkpointing frees no block's weights.
-    takes_roles |= any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    is_divided = any(grid.size(axis) > 1 for axis in ("pipe", "context", "x", "y", "expert"))
-    is_divided |= options.stages.virtual_stages > 1
+    takes_roles = _takes_roles(options) or any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    )
     has_own_roles = not plan.is_pretrained or callable(getattr(model, "parallel_plan", None))
-    if takes_roles or is_divided or has_own_roles or plan.experts or not plan.named("head"):
+    if takes_roles or _divides_blocks(grid.sizes, options) or has_own_roles or plan.experts or not plan.named("head"):
         return plan
+    gathered = _gather_blocks(model, plan)
+    sent = [(each, request.precision.sent(each.dtype) or each.dtype) for each in _parameters_of(model, gathered)]
+    is_small = all(each.numel() * dtype.itemsize < MIN_COPIED_BYTES for each, dtype in sent)
+    return gathered if gathered is not None and is_small else plan
+
+
+def _takes_roles(options: ExecutionOptions) -> bool:
+    """True if an option is of linears that have roles."""
+    return options.fp8 is not None or options.invariant or options.tune_matmuls or options.recomputation.is_on
+
+
+def _divides_blocks(sizes: Mapping[str, Any], options: ExecutionOptions) -> bool:
+    """True if ranks divide blocks, or the work in them, by more than z and rows."""
+    axes = ("pipe", "context", "x", "y", "expert")
+    return options.stages.virtual_stages > 1 or any(sizes.get(axis, 1) > 1 for axis in axes)
+
+
+def _parameters_of(model: nn.Module, plan: ShardingPlan | None) -> list[nn.Parameter]:
+    """The parameters of modules that are gathered whole."""
+    parts = () if plan is None else plan.plain
+    return [model.get_parameter(name) for part in parts if part.role.role == "gathered" for name in part.parameters]
+
+
+def _gather_blocks(model: nn.Module, plan: ShardingPlan) -> ShardingPlan | None:
+    """The plan with whole blocks gathered in place of the roles within them; None where these have parameters or roles
+    of what is outside of them."""
     inside: dict[str, list[str]] = {name: [] for name in find_blocks(model)}
 
     def block_of(name: str) -> str | None:
@@ -171,12 +199,9 @@ def prefer_blocks(
         holders.setdefault(id(parameter), set()).add(block := block_of(name))
         if block is not None:
             inside[block].append(name)
-            dtype = request.precision.sent(parameter.dtype) or parameter.dtype
-            if parameter.numel() * dtype.itemsize >= MIN_COPIED_BYTES:
-                return plan
     is_shared = any(len(blocks) > 1 for blocks in holders.values())  # by blocks, or by one and by what is outside
     if not inside or is_shared or any(block_of(name) is not None for name in plan.named(*_OUTSIDE)):
-        return plan
+        return None
     gathered = [PlainPart(name, tuple(names), True, Role("gathered")) for name, names in inside.items()]
     return replace(
         plan,
@@ -184,6 +209,36 @@ def prefer_blocks(
         local_attributes={},  # nothing is divided over x or y
         plain=(*[part for part in plan.plain if block_of(part.label) is None], *gathered),
     )
+
+
+def _gather_adapted_blocks(
+    model: nn.Module, sizes: Mapping[str, Any], options: ExecutionOptions
+) -> ShardingPlan | None:
+    """Gather whole the blocks that PEFT has adapted, within which adapters have no roles; embedding, head and loss keep
+    theirs, so that whole logits are never made.
+
+    None where it has adapted more than blocks, where more than z and rows divide the model, and for options that free
+    blocks in another way.
+    """
+    inner = unwrap(model)
+    is_whole = len([*inner.parameters()]) == len([*model.parameters()])  # prompts are beside the transformers model
+    if not adapters_of(model) or not is_whole or find_experts(inner):
+        return None
+    if _takes_roles(options) or _divides_blocks(sizes, options):
+        return None
+    modules = dict(inner.named_modules(remove_duplicate=False))
+    try:
+        plan = _gather_blocks(inner, _read_plan(inner, None, None, sizes, refuses=False))
+        if plan is None or not plan.named("head"):
+            return None
+        blocks = [part.whose for part in plan.plain if part.role.role == "gathered"]
+        inside = {name for name in modules if any(block in blocks for block in _from_inside(name))}
+        _refuse_unknown({name: modules[name] for name in modules.keys() - inside}, plan.roles, [])
+        plan = validate_plan(inner, plan, sizes)
+    except ValueError:
+        return None
+    name = next(name for name, module in model.named_modules() if module is inner)
+    return plan.within(f"{name}." if name else "")
 
 
 def _experts_beside_blocks(model: nn.Module, sizes: GridSizes, error: ValueError) -> dict[str, ExpertsKind]:
@@ -208,11 +263,13 @@ def _read_plan(
     roles: Mapping[str, Role | str | Mapping[str, Any]] | None,
     local_attributes: Mapping[str, str | None] | None,
     sizes: Mapping[str, int],
+    *,
+    refuses: bool = True,
 ) -> ShardingPlan:
     """Find each submodule's role by matching patterns with its name: the user's patterns first, then the model's.
 
-    In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and for
-    submodules with parameters (or dropout) that have no role.
+    In a pattern `*` stands for one part of a dotted name. Raises ValueError for patterns that match nothing, and, if it
+    refuses these, for submodules with parameters (or dropout) that have no role.
     """
     for argument, patterns in (("roles", roles), ("local_attributes", local_attributes)):
         if not isinstance(patterns or {}, Mapping) or not all(isinstance(pattern, str) for pattern in patterns or {}):
@@ -260,7 +317,8 @@ def _read_plan(
     plain = {name: role for name, role in found.items() if role.role in PLAIN}
     found = {name: role for name, role in found.items() if name not in plain}
     parts = _plain_parts(plain, modules, own_parameters, found)
-    _refuse_unknown(modules, found, plain)
+    if refuses:
+        _refuse_unknown(modules, found, plain)
     placed = {name: found[name] for name in modules if name in found}
     for name, role in placed.items():
         weight = getattr(modules[name], "weight", None)

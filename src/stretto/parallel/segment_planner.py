@@ -6,11 +6,14 @@ cuts. They would read other numbers into it, which is why its entry of a state d
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any, NoReturn, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -23,6 +26,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from stretto.parallel.layout import Box, ParameterLayout, Split, place_on, view_box
 
@@ -49,6 +54,47 @@ def refuse_default_planners(value: Tensor) -> None:
 
 def _refuse(*_: object) -> NoReturn:
     raise RuntimeError(REFUSAL)  # torch takes a ValueError for another mistake, and says that one
+
+
+@cache
+def watch_optimizers() -> None:
+    """Have optimizers of torch refuse state that `set_optimizer_state_dict(broadcast_from_rank0=True)` has mixed up: it
+    writes one box of a tensor on each rank into the optimizer's own tensors, and loads these."""
+    register_optimizer_step_pre_hook(_watch)
+
+
+def _watch(optimizer: Optimizer, *_: Any) -> None:
+    if optimizer not in _noted:
+        optimizer.register_state_dict_post_hook(_note_versions)
+        optimizer.register_load_state_dict_pre_hook(_refuse_mixed)
+    _noted[optimizer] = {}  # the step writes
+
+
+# Versions of an optimizer's state with segments when its state dict was taken: of each tensor, and of its shard.
+_noted: WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = WeakKeyDictionary()
+
+
+def _segmented(state: Mapping[Any, Any]) -> Iterator[tuple[str, DTensor]]:
+    for name, of_parameter in state.items():
+        yield from ((f"{key} of {name}", value) for key, value in of_parameter.items() if has_segments(value))
+
+
+def _note_versions(optimizer: Optimizer, _: Any) -> None:
+    _noted[optimizer] = {
+        id(value): (value._version, value._local_tensor._version) for _, value in _segmented(optimizer.state)
+    }
+
+
+def _refuse_mixed(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Raise RuntimeError for the optimizer's own tensors of which only the shard was written since they were taken."""
+    for name, value in _segmented(state_dict["state"]):
+        version, of_shard = _noted[optimizer].get(id(value), (-1, -1))
+        if version == value._version and of_shard != value._local_tensor._version:
+            raise RuntimeError(
+                f"{name} was written shard by shard, as set_optimizer_state_dict does with broadcast_from_rank0=True: "
+                "torch writes one box of a fused parameter on each rank, and x cuts this one into several, which may "
+                "have other numbers now. Load the state again, with full_state_dict=True alone, on every rank"
+            )
 
 
 class SegmentSavePlanner(DefaultSavePlanner):
@@ -117,6 +163,7 @@ class SegmentLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         if index.fqn in self.boxes:
+            increment_version(self.state_dict[index.fqn])  # all of its boxes are read
             return _values(self.state_dict[index.fqn], self.boxes[index.fqn], index)
         return super().lookup_tensor(index)
 

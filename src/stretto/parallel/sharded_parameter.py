@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 from stretto.parallel.comm.autograd import SelectiveMode, scale_gradient, sum_gradient
 from stretto.parallel.grid import Grid
 from stretto.parallel.layout import GRAD, ParameterLayout, TensorOnGrid, gather, make_shard, shard_like
-from stretto.parallel.segment_planner import refuse_default_planners
+from stretto.parallel.segment_planner import has_segments, refuse_default_planners, watch_optimizers
 
 # Of torch's optimizers, element by element. DTensor knows Adam's alone, and looks at the placements of each tensor.
 _FUSED_UPDATES = (
@@ -275,6 +275,8 @@ def shard_parameter(whole: Tensor, layout: ParameterLayout, grid: Grid, *, requi
     note_layout(parameter, layout)
     if not layout.shape:
         _watch_optimizers()
+    if has_segments(parameter):
+        watch_optimizers()
     return parameter
 
 

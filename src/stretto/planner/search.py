@@ -351,16 +351,14 @@ def _check_gpus(cluster: Cluster, gpus: int | None) -> int:
         if cluster.gpus is None:
             raise ValueError(f"cluster {cluster.name!r} does not say how many nodes it has: say how many gpus to use")
         return cluster.gpus
-    require_whole("gpus", gpus, 1, MAX_GPUS)
+    gpus = require_whole("gpus", gpus, 1, MAX_GPUS)
     if cluster.gpus is not None and gpus > cluster.gpus:
         raise ValueError(f"{gpus} GPUs are more than cluster {cluster.name!r} has: {cluster.gpus}")
     return gpus
 
 
 def _check_micro_batch(micro_batch: int, batch: int) -> int:
-    if isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or not 1 <= micro_batch <= batch:
-        raise ValueError(f"micro_batch is {micro_batch!r}, but must be a whole number from 1 to the batch, {batch}")
-    return micro_batch
+    return require_whole("micro_batch", micro_batch, 1, batch, rest=", the batch")
 
 
 def _nothing_possible(

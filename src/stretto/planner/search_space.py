@@ -254,8 +254,7 @@ def find_contexts(context: object, seq_len: int, ranks: int) -> tuple[int, ...]:
         return possible
     if context is None:
         return (1,)
-    if isinstance(context, bool) or not isinstance(context, int) or context < 1:
-        raise ValueError(f"context is {context!r}, but must be a whole number, at least 1, or 'auto'")
+    context = require_whole("context", context, rest=", or 'auto'")
     if context not in possible:
         near = min(possible, key=lambda size: (abs(size - context), size))
         raise ValueError(

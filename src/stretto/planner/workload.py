@@ -77,7 +77,7 @@ class StepWorkload(NumberTypes):
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq_len"):
-            require_whole(name, getattr(self, name), 1, 1 << 31)
+            object.__setattr__(self, name, require_whole(name, getattr(self, name), 1, 1 << 31))
         super().__post_init__()
 
     @property

@@ -11,6 +11,7 @@ from stretto.parallel import parallelize
 from stretto.parallel.comm.users_hooks import refuse_optimizers_of
 from stretto.parallel.grid import GradientReduction, Grid
 from stretto.parallel.meta import MetaInitializer
+from stretto.quantities import to_whole
 from stretto.recommendation.embedding_collections import (
     DistributedEmbedding,
     DistributedEmbeddingBag,
@@ -231,7 +232,8 @@ def _place(
             raise ValueError(
                 f"owners has no rank for table {sorted(missing)[0]!r}: give each table one, or leave owners out"
             )
-        listed = {table: [given] if isinstance(given, int) else sorted(given) for table, given in owners.items()}
+        given = {table: to_whole(of_table) for table, of_table in owners.items()}
+        listed = {table: [some] if isinstance(some, int) else sorted(some) for table, some in given.items()}
         for table, found in listed.items():
             for rank in found:
                 if not 0 <= rank < ranks:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stretto.quantities import require_whole
+
 
 class StaticMapping(NamedTuple):
     """Equal shards of rows, cut into tiles by arithmetic; made by `shard_tiles` or `whole_tiles`.
@@ -143,8 +145,7 @@ def _static(
 
 
 def _require_number(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"a mapping's {name}: a whole number, {least} or more, not {value!r}")
+    require_whole(f"a mapping's {name}", value, least)
 
 
 def count_tiles(mapping: Mapping) -> int:

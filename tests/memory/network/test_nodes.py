@@ -229,9 +229,7 @@ def declare_on_one_rank_otherwise():
             with pytest.raises(ValueError, match=words):
                 on_nodes(theirs if dist.get_rank() else "2x1", "python", call)
     for call in (partial(allocate, 64), partial(find_nodes, None), name_two_levels, partial(_share_memory, None)):
-        with pytest.raises(
-            ValueError, match=r"'2x2', which declares nodes for 4 ranks, but the job has 2.* \(rank 1\)"
-        ):
+        with pytest.raises(ValueError, match=r"'2x2', which declares nodes for 4 ranks, .* has 2.* \(rank 1\)"):
             on_nodes("2x2" if dist.get_rank() else "2x1", "python", call)  # on both: none waits for the other
 
 

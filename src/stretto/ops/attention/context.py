@@ -31,6 +31,7 @@ from stretto.ops.moe.routes import CollectiveWrapper
 from stretto.ops.moe.routes import call as call_directly
 from stretto.ops.operands import require_dense, takes_tensors
 from stretto.ops.operator import find_group, find_name, is_traced
+from stretto.quantities import to_whole
 
 Implementation = Literal["auto", "all_gather", "ring", "ulysses"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -384,7 +385,7 @@ def _require_mask(
         )
     if not isinstance(causal, bool):
         raise ValueError(f"context attention: causal is True or False, not {causal!r:.40}")
-    is_whole = isinstance(window, int) and not isinstance(window, bool)
+    is_whole = isinstance(to_whole(window), int) and not isinstance(window, bool)
     if window is not None and (not causal or not is_whole or window < 1):
         raise ValueError(
             f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "

@@ -18,6 +18,7 @@ from stretto.ops.operands import (
     takes_tensors,
 )
 from stretto.ops.operator import define_operator
+from stretto.quantities import to_whole
 from stretto.tiles import INTERPRETED
 
 MAX_SIZE = 256
@@ -61,6 +62,7 @@ def paged_attention(
     "library" (flash-attn, if installed and able, else torch). There are no gradients. ValueError for other input.
     """
     require_no_gradients("paged_attention", q, key_cache, value_cache)
+    window = to_whole(window)
     if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"paged_attention: window is a number of tokens from 1 on, or None, not {window!r}")
     if implementation not in IMPLEMENTATIONS:

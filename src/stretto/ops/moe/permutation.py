@@ -22,6 +22,7 @@ from torch import Tensor
 from stretto.ops.moe.sorting import sort_copies
 from stretto.ops.operands import needs_gradients, takes_tensors
 from stretto.ops.operator import define_operator, is_traced
+from stretto.quantities import to_whole
 from stretto.tiles.launches import launch_cached
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -248,7 +249,7 @@ def require_tokens(operator: str, x: Tensor, topk_ids: Tensor, num_experts: int)
         raise ValueError(f"{operator}: topk_ids is torch.int64 or torch.int32, not {topk_ids.dtype}: convert it")
     if topk_ids.device != x.device:
         raise ValueError(f"{operator}: x is on {x.device} and topk_ids on {topk_ids.device}: move one of them")
-    if not isinstance(num_experts, int | torch.SymInt):
+    if not isinstance(to_whole(num_experts), int | torch.SymInt):
         raise ValueError(f"{operator}: num_experts is a whole number, not {num_experts!r}")
     if not 1 <= topk_ids.shape[1] <= num_experts:
         raise ValueError(

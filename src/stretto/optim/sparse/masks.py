@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stretto.quantities import require_whole
+
 
 @dataclass(frozen=True)
 class WeightMask:
@@ -115,8 +117,7 @@ class EarlyBird:
     _drawn: deque[Masks] = field(default_factory=deque, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 2:
-            raise ValueError(f"window is {self.window!r}, but must be at least 2 masks; 5 would do")
+        self.window = require_whole("window", self.window, 2, rest=" masks; 5 would do")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance}, but must be at least 0 and less than 1; 0.1 would do")
 

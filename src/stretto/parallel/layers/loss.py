@@ -81,6 +81,7 @@ class _HeadLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         needs_gradient = is_recorded and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
+        wants_weight = needs_gradient and parameter.requires_grad
         grad_weight: Tensor | None = None
         grad_bias = (
             torch.zeros(rows, dtype=exact, device=hidden.device) if bias is not None and needs_gradient else None
@@ -114,13 +115,16 @@ class _HeadLoss(torch.autograd.Function):
             total += torch.where(is_valid, loss, 0).sum()
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[part])
-                grad_weight = _add_product(grad_weight, gradient.t(), hidden[part], exact)
+                if wants_weight:
+                    grad_weight = _add_product(grad_weight, gradient.t(), hidden[part], exact)
             del gradient
         if grad_hidden is not None:
-            grad_weight = hidden.new_zeros(weight.shape) if grad_weight is None else grad_weight  # of no tokens
+            if wants_weight and grad_weight is None:  # of no tokens
+                grad_weight = hidden.new_zeros(weight.shape)
             all_reduce(grad_hidden, plan.input_grad_reduce_group)
             dtype = plan.shard.precision.compute or parameter.dtype
-            ctx.save_for_backward(grad_hidden, grad_weight[:rows].to(dtype), grad_bias)
+            own = None if grad_weight is None else grad_weight[:rows].to(dtype)
+            ctx.save_for_backward(grad_hidden, own, grad_bias)
         ctx.plan, ctx.parameter = plan, parameter
         return total * scale
 

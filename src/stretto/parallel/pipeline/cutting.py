@@ -437,6 +437,18 @@ def wrap_forwards(model: nn.Module, stages: ModelStages) -> None:
             module.forward = _wrapped(enter, module.forward, leave)
 
 
+def pass_over_other_stages(model: nn.Module, stages: ModelStages) -> None:
+    """Have `load_state_dict` take the state dict of the whole model, of which other ranks' stages are not loaded."""
+    assert stages.skeleton is not None
+    others = stages.skeleton.state_dict().keys() - model.state_dict().keys()
+
+    def drop(_: nn.Module, state_dict: dict[str, Any], prefix: str, *__: Any) -> None:
+        for name in others:
+            state_dict.pop(f"{prefix}{name}", None)
+
+    model.register_load_state_dict_pre_hook(drop)
+
+
 def _wrapped(
     enter: Callable[[Any, Any], tuple[Any, Any] | PassedOver], forward: Callable[..., Any], leave: Callable[[Any], Any]
 ) -> Any:

@@ -224,7 +224,7 @@ class Pipeline:
 
     def _check_options(self, limit: int | None, serve_first: ServeFirst | None) -> None:
         schedule, stages = self._schedule, self.stages
-        require_whole("micro_batch_size", self.micro_batch_size)
+        self.micro_batch_size = require_whole("micro_batch_size", self.micro_batch_size)
         if isinstance(schedule, PipelineSchedule):
             verify(schedule)
             if schedule.stage_ranks != stages.stage_ranks:

@@ -24,6 +24,11 @@ class BlockTime:
     message: float
     slot: float
 
+    @property
+    def exposed(self) -> float:
+        """The seconds in which it waited."""
+        return self.message + self.slot + self.step
+
 
 @dataclass(frozen=True)
 class LinkUse:
