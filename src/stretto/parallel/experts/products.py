@@ -205,7 +205,7 @@ class _Returning:
     """Gradients on their way back to tokens' ranks, between the two halves of a backward pass.
 
     needs_x, needs_weights: whether there are such gradients. is_ahead: whether something else runs on their way.
-    finish: returns x's. of_weights: those of places' weights, or of_own_weights: of this rank's tokens'.
+    finish: returns x's. of_weights: those of this rank's tokens' weights.
     """
 
     needs_x: bool
@@ -213,7 +213,6 @@ class _Returning:
     is_ahead: bool
     finish: Callable[[], Tensor] | None = None
     of_weights: Tensor | None = None
-    of_own_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -251,7 +250,7 @@ class SendTokens(torch.autograd.Function):
         """columns: of `Places.start`. is_ahead: something else is called before the products. note: takes what they
         need."""
         needs_x, needs_weights, *_ = ctx.needs_input_grad
-        ctx.places, ctx.returning = places, _Returning(needs_x, needs_weights, is_ahead)
+        ctx.returning = _Returning(needs_x, needs_weights, is_ahead)
         weights = places.send_weights(weights)
         note(PendingTokens(places, weights, *places.begin(x, columns, is_ahead=is_ahead), ctx.returning))
         return x.new_empty(1)
@@ -261,10 +260,7 @@ class SendTokens(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         returning: _Returning = ctx.returning
         of_x = None if returning.finish is None else returning.finish()
-        of_weights = returning.of_own_weights
-        if returning.of_weights is not None:
-            of_weights = ctx.places.give_back(returning.of_weights)
-        returning.finish = returning.of_weights = returning.of_own_weights = None
+        of_weights, returning.finish, returning.of_weights = returning.of_weights, None, None
         return of_x, of_weights, None, None, None, None
 
 
@@ -342,7 +338,7 @@ class MultiplyTokens(torch.autograd.Function):
             finish_weights = places.start_back(of_weights if is_here is None else torch.where(is_here, of_weights, 0))
         if rows is not None:
             of_down.make_weight_gradient(ctx.down, gated, rows, offsets, placement)
-        returning.of_own_weights = None if finish_weights is None else finish_weights()
+        returning.of_weights = None if finish_weights is None else finish_weights()
         needs_x = ctx.needs_input_grad[0] and returning.needs_x
         if needs_x:
             up = of_up.gather_again(ctx.up, placement, ctx.writes[0]) if up is None else up
@@ -413,9 +409,9 @@ class SumRows(torch.autograd.Function):
         tokens = route.send(lambda: gradient, places.wrap_collective, lends=True)
         of_rows = route.spread(tokens, weights)
         if returning.needs_weights and ctx.reduce == "rank":
-            returning.of_weights = multiply_copies(tokens, rows, index.positions, index.is_here)
+            returning.of_weights = places.give_back(multiply_copies(tokens, rows, index.positions, index.is_here))
         elif returning.needs_weights:
-            returning.of_own_weights = multiply_copies(gradient, rows, route.choices).to(weights.dtype)
+            returning.of_weights = multiply_copies(gradient, rows, route.choices).to(weights.dtype)
         return gradient.new_zeros(1), of_rows, None, None
 
 
