@@ -103,8 +103,19 @@ def test_every_kernel_compiles(target):
     forms = compile_kernel(forward_kernel.pool_and_send, forward_arguments(), {"num_warps": 1}, target)
     assert forms.keys() >= {"cubin" if target in NVIDIA else "hsaco"}
     compile_kernel(forward_kernel.begin_pooling, begin_arguments(), {}, target)
-    bags = Bags(LONGS, LONGS, None)
-    alone = *[None] * 3, look_up(), pooling(), bags, FLOATS, None, WORDS, None, REPORT, 4, 0, "mixed"
+    bags, out = Bags(LONGS, LONGS, None), forward_kernel.PooledVectors(FLOATS)
+    alone = (
+        *[None] * 3,
+        look_up(),
+        pooling(),
+        bags,
+        out,
+        forward_kernel.RingPointers(None, None, WORDS, None),
+        REPORT,
+        4,
+        0,
+        "mixed",
+    )
     compile_kernel(forward_kernel.pool_alone, alone, {"num_warps": 1}, target)
     for name, arguments in backward_launches().items():
         compile_kernel(getattr(backward_kernel, name), arguments, {"num_warps": 1}, target)

@@ -247,7 +247,8 @@ def launch_pooling_alone() -> Launch:
     made = MadeSignals(tiles.look_up_tiles(*[WORDS] * 5), MadeChannels(WORDS, 1))
     arguments = (
         make_channel("p2p"), *made, embedding.look_up(), embedding.pooling(), embedding.Bags(LONGS, LONGS, FLOATS),
-        FLOATS, FLOATS.clone(), WORDS, WORDS, embedding.REPORT, 4, 1, "remote_first",
+        forward_kernel.PooledVectors(FLOATS, FLOATS.clone()), forward_kernel.RingPointers(FLOATS, LONGS, WORDS, WORDS),
+        embedding.REPORT, 4, 1, "remote_first",
     )  # fmt: skip
     return Launch(forward_kernel.pool_alone, arguments, {"num_warps": 1})
 

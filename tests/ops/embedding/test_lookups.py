@@ -75,7 +75,7 @@ def look_up_on_some_of_many_ranks(world):
     launches = {}
     for rank in senders:
         placement = EmbeddingPlacement(rank, dims, torch.float32, 2 * world)
-        ring = OutputRing(BlockChannel(memories[rank], channels, 1, 30.0), slots, 2)
+        ring = OutputRing(BlockChannel(memories[rank], channels, 1, 30.0), slots, 2, rank)
         counts = forward._count_signals(placement, torch.device("cpu"))
         mapping = shard_tiles(of_rank := forward.count_channels(placement), world, 1, channels=of_rank, fixed=True)
         permit, first = torch.zeros(1, dtype=torch.int32), placement.first_column(rank)

@@ -63,7 +63,7 @@ def refuse(group):
 def test_a_bad_index_of_another_node_harms_no_later_call(interpret):
     (first, first_is_right), (second, second_is_right) = interpret(2, on_nodes, "1,1", "auto", refuse)
     assert first == ""  # on CPUs the rank itself raises, and the others have a row of zeros
-    assert "is 1000, but table 0" in second
+    assert "rank 1: indices[0] is 1000, but table 0" in second
     assert first_is_right
     assert second_is_right
 

@@ -18,7 +18,14 @@ from stretto import tiles
 from stretto.memory import PeerError
 from stretto.memory.gpus import count_multiprocessors, limit_waiting
 from stretto.ops.embedding.autotune import find_tuned_config
-from stretto.ops.embedding.forward_kernel import UNIT, RingPointers, begin_pooling, pool_alone, pool_and_send
+from stretto.ops.embedding.forward_kernel import (
+    UNIT,
+    PooledVectors,
+    RingPointers,
+    begin_pooling,
+    pool_alone,
+    pool_and_send,
+)
 from stretto.ops.embedding.index_errors import IndexErrors
 from stretto.ops.embedding.launch_config import (
     LaunchConfig,
@@ -205,8 +212,8 @@ def _pool_and_move(
         pool_alone,
         key,
         count_programs(config, placement, len(tables.dims), device),
-        (channel, *made, kernel_tables, pooling, bags, pooled, own, launch.pointers.tickets,
-         launch.pointers.permit, ring.index_errors.report, placement.world_size, placement.rank, "remote_first"),
+        (channel, *made, kernel_tables, pooling, bags, PooledVectors(pooled, own), launch.pointers,
+         ring.index_errors.report, placement.world_size, placement.rank, "remote_first"),
         num_warps=config.num_warps,
         num_stages=1,
     )  # fmt: skip
@@ -317,10 +324,8 @@ def look_up_alone(
         kernel_tables,
         describe_pooling(config.check(), mode, True),
         Bags(indices, offsets, weights),
-        out,
-        None,
-        torch.zeros(1, dtype=torch.int32, device=device),
-        None,
+        PooledVectors(out),
+        RingPointers(None, None, torch.zeros(1, dtype=torch.int32, device=device), None),
         index_errors.report,
         world,
         0,

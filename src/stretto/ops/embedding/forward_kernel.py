@@ -54,6 +54,13 @@ class RingPointers(NamedTuple):
     permit: Any
 
 
+class PooledVectors(NamedTuple):
+    """Kernel argument: where `pool_alone` stores vectors for other ranks, or for all, and its own, if apart."""
+
+    others: Any
+    own: Any = None
+
+
 @triton.jit
 def begin_pooling(  # type: ignore[no-untyped-def]
     channel, mapping, counts, ring, call_permit, report, offset, announced, everyones, RANKS: tl.constexpr,
@@ -197,23 +204,22 @@ def _note(trace, row, first, second, third):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pool_alone(  # type: ignore[no-untyped-def]
-    channel, mapping, channels, tables, pooling, bags, out, own, tickets, permit, report, world, rank,
-    ORDER: tl.constexpr,
-):  # fmt: skip
-    """Pool as `pool_and_send` does, without communication, into out [world, batch, width].
+    channel, mapping, channels, tables, pooling, bags, out, ring, report, world, rank, ORDER: tl.constexpr
+):
+    """Pool as `pool_and_send` does, without communication, into out.others [world, batch, width].
 
-    tickets: int32 [1], 0. channel, own, permit and `MadeSignals` (mapping, channels): None for all; or, for a
-    schedule's moves, which send the rows of each other rank as they are pooled (`move_rows`): out is then [world, sum
-    of all tables' batch * dim], so that what is pooled first comes first, and `own`, of as many numbers, gets what is
-    for this rank (of all ranks: the channel's are those of this node).
+    ring: with tickets, 0, and a permit or None. channel, out.own and `MadeSignals` (mapping, channels): None for all;
+    or, for a schedule's moves, which send the rows of each other rank as they are pooled (`move_rows`): out.others is
+    then [world, sum of all tables' batch * dim], so that what is pooled first comes first, and out.own, of as many
+    numbers, gets what is for this rank (of all ranks: the channel's are those of this node).
     Signals: after a slice's stores, all channels of its rank, if that is another one, that have rows of its table,
     here, by the number of its samples.
     """
     per_rank = tl.cdiv(tables.batch, pooling.slice)
     tasks = world * tables.count * per_rank
-    if permit is not None:
-        tasks = tl.where(tl.load(permit) != 0, tasks, 0)
-    ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+    if ring.permit is not None:
+        tasks = tl.where(tl.load(ring.permit) != 0, tasks, 0)
+    ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
     while ticket < tasks:
         destination, table, group = place_task(ticket, world, rank, tables.count, per_rank, ORDER=ORDER)
         address, rows, dim, column = find_table(tables, table)
@@ -223,23 +229,23 @@ def pool_alone(  # type: ignore[no-untyped-def]
             mask = sample < tables.batch
             row = destination * tables.batch + sample
             start, end = read_bags(tables, pooling, bags, table, world, row, mask, report)
-            total = pool_bags(tables, pooling, bags, address, rows, dim, out.dtype, table, start, end, report)
-            if permit is None:
-                store_bags(tables, out, row, mask, dim, tables.width, column, total)
+            total = pool_bags(tables, pooling, bags, address, rows, dim, out.others.dtype, table, start, end, report)
+            if ring.permit is None:
+                store_bags(tables, out.others, row, mask, dim, tables.width, column, total)
             else:
                 place = tl.multiple_of(column * tables.batch, tables.out_multiple)
                 if destination == rank:
-                    store_bags(tables, own + place, sample, mask, dim, dim, 0, total)
+                    store_bags(tables, out.own + place, sample, mask, dim, dim, 0, total)
                 else:
                     there = tl.multiple_of(of_rank * tables.width + place, tables.out_multiple)
-                    store_bags(tables, out + there, sample, mask, dim, dim, 0, total)
-        if permit is not None:
+                    store_bags(tables, out.others + there, sample, mask, dim, dim, 0, total)
+        if ring.permit is not None:
             stored = tl.minimum(tables.batch - group * pooling.slice, pooling.slice)
             first_channel, end_channel = tl.load(channels.spans + 2 * table), tl.load(channels.spans + 2 * table + 1)
             for of_rows in range(first_channel, tl.where(destination == rank, first_channel, end_channel)):
                 tile = destination * channels.count + of_rows
                 tiles.producer_tile_notify(channel, mapping, tile, "p2p", count=stored)
-        ticket = tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu")
+        ticket = tl.atomic_add(ring.tickets, 1, sem="relaxed", scope="gpu")
 
 
 @triton.jit

@@ -51,7 +51,7 @@ class OutputRing:
     placement. tickets: int32 [1], how many of a call's tasks are taken. index_errors: bad input that kernels found.
     """
 
-    def __init__(self, channel: BlockChannel, slot_bytes: int, outputs: int) -> None:
+    def __init__(self, channel: BlockChannel, slot_bytes: int, outputs: int, rank: int) -> None:
         world = channel.world_size
         self.channel = channel
         self.slot_bytes = slot_bytes
@@ -60,15 +60,18 @@ class OutputRing:
         self.destinations = channel.tensor((2, world, 2), torch.int64)
         self.slots = channel.tensor((slot_bytes * (outputs + 1),), torch.uint8, offset=head)
         self.tickets = torch.zeros(1, dtype=torch.int32, device=channel.device)
-        self.index_errors = IndexErrors(channel.rank, channel.device)
+        self.index_errors = IndexErrors(rank, channel.device)
         *slots, self._spare = self.slots.chunk(outputs + 1)
         self._slots = [_Slot(slot) for slot in slots]
         self._captures: list[int | None] = [None] * outputs
 
     @classmethod
-    def find(cls, group: str, device: torch.device, size: int, *, of_schedule: str = "") -> "OutputRing":
+    def find(
+        cls, group: str, device: torch.device, size: int, *, rank: int | None = None, of_schedule: str = ""
+    ) -> "OutputRing":
         """Find or make the group's ring whose slots hold `size` bytes; all ranks call it with the same size.
 
+        rank: by which errors name this one; None: that in the group, which may have the ranks of one node alone.
         of_schedule: one slot, for the moves of calls by this schedule, and for no outputs.
         """
         slot_bytes = round_size(size)
@@ -84,7 +87,7 @@ class OutputRing:
                 data_bytes=_round_up(32 * world, _ALIGNMENT) + slot_bytes * (outputs + 1),
                 backend="cuda" if device.type == "cuda" else "host",
             )
-            return cls(channel, slot_bytes, outputs)
+            return cls(channel, slot_bytes, outputs, channel.rank if rank is None else rank)
 
         return find_kept(group, device, ("embedding outputs", slot_bytes, of_schedule), make)
 

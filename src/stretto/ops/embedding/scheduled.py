@@ -81,7 +81,8 @@ class ScheduledMoves(NamedTuple):
         rows = [batch * width // columns for width in placement.widths]
         landed = max(rows) * world if is_back else sum(rows), routed.forwarded_pairs * max(rows)
         size = sum(landed) * columns * placement.dtype.itemsize
-        ring = OutputRing.find(here, device, size, of_schedule=f"{schedule} back" if is_back else schedule)
+        name = f"{schedule} back" if is_back else schedule
+        ring = OutputRing.find(here, device, size, rank=rank, of_schedule=name)
         block = min(triton.next_power_of_2(columns), _BLOCK)
         at_once = min(max(_TILE_BYTES // (block * placement.dtype.itemsize), 1), _TILE_ROWS)
         tile = at_once if device.type == "cuda" else 4, block
