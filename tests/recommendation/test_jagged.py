@@ -141,6 +141,23 @@ def test_what_describes_no_bags_is_refused(changes: dict[str, Any], words: str) 
         KeyedJaggedTensor(**(FEATURES | changes))
 
 
+def test_parts_that_are_not_of_one_batch_are_refused_and_what_is_not_there_is_named() -> None:
+    one, two, weighted = (
+        KeyedJaggedTensor([key], torch.arange(2), weights, torch.tensor(lengths))
+        for key, weights, lengths in (("a", None, [2]), ("b", None, [1, 1]), ("c", torch.ones(2), [2]))
+    )
+    with pytest.raises(ValueError, match="the parts have batches of 1, 2"):
+        KeyedJaggedTensor.concat([one, two])
+    with pytest.raises(ValueError, match="some of the parts have weights and others do not"):
+        KeyedJaggedTensor.concat([one, weighted])
+    with pytest.raises(ValueError, match="this KeyedJaggedTensor has no weights"):
+        one.weights()
+    with pytest.raises(KeyError, match="b"):
+        one["b"]
+    with pytest.raises(ValueError, match=r"2 keys of widths \[2, 3\] do not fit values of shape \[1, 4\]"):
+        jagged.KeyedTensor(["a", "b"], [2, 3], torch.zeros(1, 4))
+
+
 def test_a_batch_size_of_each_features_own_is_refused_by_name() -> None:
     torchrec = pytest.importorskip("torchrec", reason="only its KeyedJaggedTensor has one")
     with_own = torchrec.KeyedJaggedTensor(

@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -140,6 +141,26 @@ def test_a_placement_of_other_tables_or_ranks_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         ranks(1).run(dlrm.train, 0, owned)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tables": (TableSize(8, 4), TableSize(6, 4))}, r"of shapes \[\(8, 4\), \(6, 4\)\], but they have .*\(7, 4\)"),
+        ({"kinds": ("table",)}, "has 1 kinds for 2 tables: give one for each"),
+        ({"kinds": ("table", "rows")}, "there is no sharding 'rows' of table 1; did you mean 'row'"),
+        ({"owned": ((0, 1), (1,))}, r"table 1 is whole, but placed on ranks \[0, 1\]: one of them, or kind 'row'"),
+        ({"owned": ((0, 0, 1), ())}, "table 0 is placed on a rank twice: name it once"),
+        ({"kinds": ("table", "replicated")}, "table 1 is replicated, so it is in no rank's owned"),
+        ({"cached": (4,)}, "has 1 caches for 2 tables: give one for each"),
+        ({"cached": (0, -1)}, "table 1 has a cache of -1 rows"),
+    ],
+)
+def test_a_placement_that_contradicts_itself_is_refused(change: dict[str, Any], words: str) -> None:
+    placement = TablePlacement((TableSize(8, 4), TableSize(7, 4)), ((0,), (1,)))
+    placement.check([(8, 4), (7, 4)], 2)
+    with pytest.raises(ValueError, match=words):
+        replace(placement, **change).check([(8, 4), (7, 4)], 2)
 
 
 def test_a_model_without_tables_is_refused() -> None:
