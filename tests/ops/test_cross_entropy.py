@@ -97,9 +97,14 @@ def mean_of_rows(num_targets):
     own = logits[rows].clone().requires_grad_()
     with mock.patch.object(cross_entropy, "suits_kernels", return_value=True):
         loss = LossOfRows(grid, is_averaged=False)(own[None], targets[None, rows], num_targets)
+        of_none = LossOfRows(grid, is_averaged=False)(own[None], torch.full_like(targets[None, rows], -100))
     loss.backward()
     assert torch.equal(own.detach(), logits[rows])
-    return [distance(loss.double(), expected), distance(own.grad.double(), wide.grad[rows])]
+    found = [distance(loss.double(), expected), distance(own.grad.double(), wide.grad[rows])]
+    own.grad = None
+    of_none.backward()  # of a NaN, whose gradients are zeros, as torch's
+    assert not own.grad.any()
+    return found
 
 
 @pytest.mark.parametrize("num_targets", [None, 9])

@@ -215,6 +215,18 @@ def test_a_loss_leaves_the_heads_weight_as_it_is_whether_it_is_padded_or_not(ran
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
+def train_without_targets() -> tuple[bool, float]:
+    """Whether the loss of a batch without targets is NaN, as torch's is, and its largest gradient."""
+    model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=VOCAB, max_seq_len=6)), Grid(x=2))
+    loss = model(TOKENS, torch.full_like(TOKENS, -100))
+    loss.backward()
+    return bool(loss.isnan()), max(gather(p.grad, layout_of(p)).abs().max().item() for p in model.parameters())
+
+
+def test_a_batch_without_targets_changes_no_gradients(ranks):
+    assert ranks(2).run(train_without_targets) == [(True, 0.0)] * 2
+
+
 def scaled_gradients(factor: float) -> Tensor:
     """The head's gradient of a loss times a factor, and that of the loss times the factor."""
     torch.manual_seed(3)

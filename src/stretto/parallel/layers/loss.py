@@ -95,7 +95,7 @@ class _HeadLoss(torch.autograd.Function):
             else:
                 logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
             is_valid = targets[part] != IGNORED_TARGET
-            scales = is_valid * scale if grad_hidden is not None else None
+            scales = torch.where(is_valid, scale, 0) if grad_hidden is not None else None  # it is inf of none
             own_targets, group = targets[part] - head.first_row, head.grid.communicator("x")
             if has_kernels:
                 loss = _cross_entropy_by_kernels(logits, own_targets, scales, rows, group)
@@ -228,7 +228,7 @@ class _WholeLogitsLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits, targets, highest, sums = ctx.saved_tensors
-        scales, of_logits = (targets != IGNORED_TARGET) * gradient, torch.empty_like(logits)
+        scales, of_logits = torch.where(targets != IGNORED_TARGET, gradient, 0), torch.empty_like(logits)
         cross_entropy.write_gradients(logits, targets, highest, sums, scales, logits.shape[1], of_logits)
         return of_logits, None
 
