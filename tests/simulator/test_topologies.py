@@ -81,6 +81,20 @@ def test_all_shortest_paths_are_found_and_the_first_ones_begin_with_different_li
     assert len(fat_tree(4, 1e9, 0.0).routes(0, 15)) == 4  # one for each core switch
 
 
+def test_paths_that_branch_more_than_the_first_one_are_found_too():
+    for seed in range(30):
+        graph = networkx.gnp_random_graph(20, 0.2, seed=seed).to_directed()
+        if not networkx.is_connected(graph.to_undirected()):
+            continue
+        topology = NetworkTopology("random", 20, [DirectedLink(*ends, 1e9, 0.0) for ends in sorted(graph.edges)])
+        for target in range(1, 20):
+            paths = list(networkx.all_shortest_paths(graph, 0, target))
+            routes = topology.routes(0, target)
+            found = [[0, *(topology.links[number].target for number in route)] for route in routes]
+            assert all(path in paths for path in found), f"{seed=}"
+            assert len(found) == len(paths) or 8 == len(found) < len(paths), f"{seed=}, to {target}: {found}"
+
+
 def test_a_dragonfly_joins_each_two_groups_by_one_link():
     topology = dragonfly(5, 2, 3, 1e9, 0.0)
     groups = Counter()

@@ -53,12 +53,11 @@ class ShortestPaths:
                 return [number for number in self._leaving[vertex] if distances[self._links[number][1]] == closer]
 
         found: dict[tuple[int, ...], None] = {}
-        index, limit = 0, most
+        index, limit = 0, 1
         while index < limit and len(found) < most:
             path, choices = self._walk(source, target, index, options)
             found[path] = None
-            if index == 0:
-                limit = min(choices, 16 * most)  # a path with fewer branches than the first one comes twice
+            limit = max(limit, min(choices, 16 * most))  # a path with fewer branches than others comes twice
             index += 1
         return tuple(found)
 
