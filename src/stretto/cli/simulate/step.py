@@ -226,7 +226,9 @@ def _choose_step(
         found = predict(asked["model"], machine, grid=sizes, options=options, **about)
         _check_gpus(found.grid, asked.get("gpus") if grid is not None else None, machine)
     else:
-        searched = {name: changes[name] for name in ("recompute", "reshard", "shard_sequence") if name in changes}
+        searched: dict[str, Any] = {
+            name: changes[name] for name in ("recompute", "reshard", "shard_sequence") if name in changes
+        }
         searched |= given(("context", "pipe")) | kept
         gpus, overlaps = asked.get("gpus"), options.overlap.hides_any
         found = plan(asked["model"], machine, gpus=gpus, overlaps=overlaps, **about, **searched)[0]
