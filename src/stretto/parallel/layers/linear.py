@@ -452,8 +452,10 @@ class _Linear3D(torch.autograd.Function):
         passes_on: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.saver, weight = None if saved is None else saved.grad_fn, None
-        ctx.set_materialize_grads(not passes_on)
-        passed_on = x.view_as(x) if passes_on else None
+        passed_on = None
+        if passes_on:
+            ctx.set_materialize_grads(False)
+            passed_on = x.view_as(x)
         if ctx.saver is not None:
             weight, ctx.saver.weight = ctx.saver.weight, None
         if weight is None:
@@ -643,7 +645,7 @@ class ParallelLinear(ShardedModule):
     def _find_chain(self, x: Tensor) -> InputChain | None:
         """What leads the input from one linear to the next, if its gradient is asked for and nothing is sent."""
         plan, gradients = self.plan, self.plan.shard.gradients
-        is_plain = plan.sends_nothing and plan.shard.scaling is None and not (plan.is_invariant or plan.matmuls.is_on)
+        is_plain = type(plan) is LinearPlan and plan.sends_nothing and not (plan.is_invariant or plan.matmuls.is_on)
         if not is_plain or not gradients.is_in_forward or is_recomputed():
             return None
         return gradients.chain if x.requires_grad and torch.is_grad_enabled() else None
