@@ -101,8 +101,8 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """Collect what torch's step updates: shards, since DTensor would look at the placements of each, each time."""
         has_complex = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
+        for tensors in lists:  # `step` has taken the parameters' shards, once they were written
+            tensors[:] = [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
         return has_complex
 
     def zero_grad(self, set_to_none: bool = True) -> None:

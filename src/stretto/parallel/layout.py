@@ -4,7 +4,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, repeat
 from math import prod
 from typing import Any, Self, cast
 
@@ -79,8 +79,10 @@ class ParameterLayout:
 
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """The number of ranks that hold each number of the parameter."""
-        parts = prod({split.axis: split.part_of(sizes) for split in self.splits}.values())
-        return self.pipe_copies * prod([sizes.get(axis, 1) for axis in STAGE_AXES]) // parts
+        parts = {}
+        for split in self.splits:  # without a call for each, of a step's every parameter
+            parts[split.axis] = sizes[split.axis] // split.copies
+        return self.pipe_copies * prod(map(sizes.get, STAGE_AXES, repeat(1))) // prod(parts.values())
 
     def ranges(self, dim: int, sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[tuple[int, int]]:
         """The indices of `dim` that a rank holds, in its shard's order: (start, length) pairs of the whole tensor."""

@@ -234,7 +234,8 @@ class BucketedSums:
 
     def put(self, current: BucketsOfPass, parameter: nn.Parameter, total: Tensor) -> None:
         """Put a gradient into its bucket; start the buckets that are full, in the plan's order."""
-        plan, wire = current.plan or self._plan_of(current), self._wire(parameter)
+        plan = current.plan or self._plan_of(current)
+        wire = self._precision.reduce or self._precision.compute or parameter.dtype  # as `_wire`, without a call
         if total.dtype != wire:  # else a call of torch's for each bias
             total = total.to(wire)
         place = plan.place.get(parameter)

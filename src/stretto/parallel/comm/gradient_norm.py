@@ -126,9 +126,11 @@ def _norm_of(gradients: Iterable[tuple[ParameterLayout, Tensor]], grid: Grid, no
         raise ValueError(f"norm_type is {norm_type}, but must be positive: 2, say, or math.inf")
     # A handful of kernels for all of them: a large model has hundreds of parameters.
     alike: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+    sizes = grid.layout_sizes
     for layout, shard in gradients:
         if shard.numel():
-            alike.setdefault((_wide(shard), layout.replicas(grid.layout_sizes)), []).append(shard)
+            dtype = torch.float64 if shard.dtype == torch.float64 else torch.float32
+            alike.setdefault((dtype, layout.replicas(sizes)), []).append(shard)
     is_largest = norm_type == math.inf
     total = torch.zeros((), dtype=torch.float64, device=grid.device)
     for (dtype, replicas), some in alike.items():
@@ -138,7 +140,3 @@ def _norm_of(gradients: Iterable[tuple[ParameterLayout, Tensor]], grid: Grid, no
     if is_largest:  # gathered, since a backend's maximum may lose NaN
         return gather_rows(total.view(1), world.size(), world).max()
     return all_reduce(total, world).pow(1 / norm_type)
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

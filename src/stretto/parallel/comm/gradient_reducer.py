@@ -353,7 +353,10 @@ class GradientReducer:
         current = self._passes.get(torch._C._current_graph_task_id()) or self._enter()
         if self._watched[parameter].hooks is None:
             self.defer_hooks(parameter)
-        self._settle_one(current, parameter, gradient)
+        if self.sink is None and self.is_syncing and self._groups[parameter]:  # most, without a call
+            self._arrive(current, parameter, gradient)
+        else:
+            self._settle_one(current, parameter, gradient)
 
     def take_final(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """`take` of a parameter whose gradient no rank shares, in a few calls."""
@@ -435,6 +438,10 @@ class GradientReducer:
         made: by autograd; None where all of the gradient has come by `reduce_scatter_gradient` or `take`.
         """
         with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
+            before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            is_own = before is not None and after is not None and len(before) == len(after) == 1
+            if made is None and is_own and torch._C._current_graph_task_id() in self._passes:
+                return  # most, without a call
             self.defer_hooks(parameter)
         self._enter()
         if made is None:
