@@ -201,7 +201,8 @@ def launch_grouped(name: str) -> Launch:
             grouped_kernels.multiply(grouped_config.TABLE["product"], rows.contiguous(), weight, offsets)
         else:
             config = grouped_config.TABLE["weight gradient"]
-            grouped_kernels.multiply_transposed(config, rows.contiguous(), rows.contiguous(), offsets)
+            dtype = torch.float32 if name.endswith("fp32") else None
+            grouped_kernels.multiply_transposed(config, rows.contiguous(), rows.contiguous(), offsets, dtype)
     return launches[0]
 
 
@@ -384,6 +385,10 @@ def test_a_kernel_compiles(name):
 
 def test_rows_are_sent_without_sums_too():
     assert "push_rows" in compile_ptx("push_rows", lambda: launch_exchange("rows alone"))
+
+
+def test_weights_gradients_leave_in_fp32_too():
+    assert "sum_outer_products" in compile_ptx("", lambda: launch_grouped("sum_outer_products in fp32"))
 
 
 def test_casts_to_fp8_round_to_nearest_and_saturate_in_hardware():

@@ -114,7 +114,7 @@ def test_torch_finds_nothing_wrong_with_the_operators():
         0,
     )
     torch.library.opcheck(torch.ops.stretto.grouped_matmul.default, inputs)
-    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, "auto", 0, torch.float32, 0.5
+    inputs = draw(SEED, 5, 4), draw(SEED, 5, 3), as_offsets([0, 2, 5]), None, None, "auto", 0, torch.float32, 0.5
     torch.library.opcheck(torch.ops.stretto.grouped_matmul_weight_gradient.default, inputs)
     projections = draw(SEED, 2, 8, 3).requires_grad_(), draw(SEED, 2, 3, 4).requires_grad_()
     inputs = draw(SEED, 5, 3).requires_grad_(), as_offsets([0, 2, 5]), *projections, None, None, None, True, "auto"

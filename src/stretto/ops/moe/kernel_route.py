@@ -94,17 +94,7 @@ class KernelRoute(Route):
 
         programs: of the kernel that pushes, at most.
         """
-        found: list[Arrivals] = []
-
-        def push() -> Tensor:
-            pairs = self.table, self.pairs_back
-            by = self._way(0)
-            found.append(_push(self.group, places, None, *pairs, back_by=0, waits=False, programs=programs, way=by))
-            return found[0].rows
-
-        staged: Tensor = wrap_collective("all_to_all", push)
-
-        return lambda: self._finish(found[0], staged)
+        return self._begin(lambda: self._push_back(places, waits=False, programs=programs), wrap_collective)
 
     def start_sum_back(
         self, rows: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
@@ -116,13 +106,16 @@ class KernelRoute(Route):
         if self.schedule:
             sums = sum_copies(rows, self.index.positions, is_valid=self.index.is_here)
             return self.start_back(sums, wrap_collective, programs)
+        return self._begin(lambda: self._push_sums(rows, None, waits=False, programs=programs), wrap_collective)
+
+    def _begin(self, push: Callable[[], Arrivals], wrap_collective: CollectiveWrapper) -> Callable[[], Tensor]:
         found: list[Arrivals] = []
 
-        def push() -> Tensor:
-            found.append(self._push_sums(rows, None, waits=False, programs=programs))
+        def run() -> Tensor:
+            found.append(push())
             return found[0].rows
 
-        staged: Tensor = wrap_collective("all_to_all", push)
+        staged: Tensor = wrap_collective("all_to_all", run)
         return lambda: self._finish(found[0], staged)
 
     def sum_back(
@@ -131,11 +124,7 @@ class KernelRoute(Route):
         """Sum rows by place, and give the sums back: see `Route`; a kernel stores them where they are for."""
         if self.schedule:
             return super().sum_back(make, weights, wrap_collective)
-
-        def push() -> Tensor:
-            return self._finish(None, self._push_sums(make(), weights).rows)
-
-        return wrap_collective("all_to_all", push)
+        return wrap_collective("all_to_all", lambda: self._finish(None, self._push_sums(make(), weights).rows))
 
     def _push_sums(
         self, rows: Tensor, weights: Tensor | None, *, waits: bool = True, programs: int | None = None
@@ -155,12 +144,11 @@ class KernelRoute(Route):
 
     def give_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         """Return a row of each place, and sum each token's in the order of ranks."""
+        return wrap_collective("all_to_all", lambda: self._finish(None, self._push_back(make()).rows))
 
-        def push() -> Tensor:
-            pairs = self.table, self.pairs_back
-            return self._finish(None, _push(self.group, make(), None, *pairs, back_by=0, way=self._way(0)).rows)
-
-        return wrap_collective("all_to_all", push)
+    def _push_back(self, places: Tensor, *, waits: bool = True, programs: int | None = None) -> Arrivals:
+        pairs = self.table, self.pairs_back
+        return _push(self.group, places, None, *pairs, back_by=0, waits=waits, programs=programs, way=self._way(0))
 
     def give_choices_back(self, make: Callable[[], Tensor], wrap_collective: CollectiveWrapper) -> Tensor:
         def push() -> Tensor:

@@ -101,15 +101,10 @@ class ExpertProduct:
         return grouped_matmul(gradient, weight.transpose(1, 2), offsets)
 
     def differentiate_weights(
-        self,
-        left: Tensor,
-        right: Tensor,
-        offsets: Tensor,
-        room: int,
-        dtype: torch.dtype | None = None,
-        factor: float = 1.0,
+        self, left: Tensor, right: Tensor, offsets: Tensor, room: int, form: tuple[torch.dtype, float] | None = None
     ) -> Tensor:
-        """Each expert's left.T @ right; room, dtype and factor: as in `grouped_weight_gradient`."""
+        """Each expert's left.T @ right. room, and form, dtype and factor: as in `grouped_weight_gradient`."""
+        dtype, factor = (left.dtype, 1.0) if form is None else form
         return grouped_weight_gradient(left, right, offsets, room=room, dtype=dtype, factor=factor)
 
     def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -159,7 +154,7 @@ class ExpertProduct:
         operands = (rows, gradient) if self.is_transposed else (gradient, rows)
         if not self.shard.is_sharded and placement is None:
             form = self.shard.own_form(parameter, rows.dtype)
-            self.shard.gradients.take(parameter, self.differentiate_weights(*operands, offsets, room, *form))
+            self.shard.gradients.take(parameter, self.differentiate_weights(*operands, offsets, room, form))
             return
         found = self.differentiate_weights(*operands, offsets, room)
         if placement is not None and self.replicas is not None:

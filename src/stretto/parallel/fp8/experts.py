@@ -60,15 +60,10 @@ class Fp8ExpertProduct(ExpertProduct):
         return _multiply_groups(ScaledOperand(gradient, "rowwise", E4M3).rows, columns, offsets, is_fast=False)
 
     def differentiate_weights(
-        self,
-        left: Tensor,
-        right: Tensor,
-        offsets: Tensor,
-        room: int,
-        dtype: torch.dtype | None = None,
-        factor: float = 1.0,
+        self, left: Tensor, right: Tensor, offsets: Tensor, room: int, form: tuple[torch.dtype, float] | None = None
     ) -> Tensor:
-        found = multiply_columns(left, right, offsets).to(dtype or COMPUTE)
+        dtype, factor = (COMPUTE, 1.0) if form is None else form
+        found = multiply_columns(left, right, offsets).to(dtype)
         return found if factor == 1 else found.mul_(factor)
 
 

@@ -112,7 +112,7 @@ def grouped_weight_gradient(
         raise ValueError("grouped_weight_gradient has no gradients: call it under torch.no_grad()")
     if dtype not in (None, rows.dtype) and (rows.itemsize > 2 or dtype is not torch.float32):
         raise ValueError(f"grouped_weight_gradient: dtype is {rows.dtype} or torch.float32, not {dtype}")
-    return _weight_gradient(grad, rows, offsets, tokens, implementation, room, dtype, factor)
+    return _weight_gradient(grad, rows, offsets, None, tokens, implementation, room, dtype, factor)
 
 
 def _run(
@@ -183,19 +183,6 @@ def multiply_arriving(
     if arrivals is not None:
         arrivals.wait()
     return grouped_matmul(rows, weight, offsets, tokens=tokens)
-
-
-def _run_weight_gradient(
-    grad: Tensor,
-    rows: Tensor,
-    offsets: Tensor,
-    tokens: Tensor | None,
-    implementation: str,
-    room: int,
-    dtype: torch.dtype | None,
-    factor: float,
-) -> Tensor:
-    return compute_weight_gradient(grad, rows, offsets, None, tokens, implementation, room, dtype, factor)
 
 
 def compute_weight_gradient(
@@ -348,7 +335,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_rows = _multiply(grad, weight.transpose(1, 2), offsets, None, None, ctx.implementation, 0)
         grad_rows = grad_rows if tokens is None else sum_copies(grad_rows, positions)
     if rows is not None:
-        grad_weight = _weight_gradient(grad, rows, offsets, tokens, ctx.implementation, 0, None, 1.0)
+        grad_weight = _weight_gradient(grad, rows, offsets, None, tokens, ctx.implementation)
     return grad_rows, grad_weight, None, None, None, None, None
 
 
@@ -357,7 +344,7 @@ _multiply = define_operator(
 )
 _weight_gradient = define_operator(
     "grouped_matmul_weight_gradient",
-    _run_weight_gradient,
+    compute_weight_gradient,
     fake=_fake_weight_gradient,
     count_flops=_count_gradient_flops,
 )
