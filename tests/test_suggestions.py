@@ -87,7 +87,7 @@ def test_what_is_no_module_or_grid_is_refused_by_name() -> None:
         (entered(parallel.count_collectives), (None,), "grid is None"),
         (partial(parallel.Pipeline, micro_batch_size=1), (None, there), "model is None"),
         (parallel.gather, (None,), "tensor is None, of type NoneType, but must be a Tensor"),
-        (parallel.clip_grad_norm_, (layer, 1.0, there), "parameters are tensors, of model.parameters.., not Linear"),
+        (parallel.clip_grad_norm_, (layer, 1.0, there), "parameters must be tensors, of model.* not Linear"),
         (partial(parallel.gradient_norm, norm_type="2"), ([], there), "norm_type is '2', .* a float"),
         (parallel.mean_over_batch, (torch.zeros(()), "1", there), "count is '1'"),
         (optim.guard, (3,), "optimizer is 3"),

@@ -155,7 +155,7 @@ ANSWERS = (
     Answer("pipeline show 1f1p --pipe 4 --micro-batches 8", REFUSED, "did you mean '1f1b'"),
     Answer("pipeline show zb-v --pipe 4", REFUSED, "zb-v takes --pipe and --micro-batches"),
     Answer("pipeline show dualpipe-v --pipe 4 --micro-batches 7", REFUSED, "8 would do, or pipe 3"),
-    Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --out x.pdf", REFUSED, "a picture is a .png or .svg file"),
+    Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --out x.pdf", REFUSED, "a picture must be a .png or .svg"),
     Answer(
         "pipeline show 1f1b --pipe 4 --micro-batches 8 --limit 8",
         REFUSED,
@@ -249,7 +249,7 @@ ANSWERS = (
     Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --csv .", REFUSED, "which is a folder"),
     Answer("pipeline show 1f1b --pipe 4 --micro-batches 8 --out nowhere/p.png", REFUSED, "nowhere is not a folder"),
     Answer(f"simulate step {STEP} --trace nowhere/t.json", REFUSED, "nowhere is not a folder"),
-    Answer(f"simulate step {STEP} --picture step.pdf", REFUSED, "a picture is a .png or .svg file"),
+    Answer(f"simulate step {STEP} --picture step.pdf", REFUSED, "a picture must be a .png or .svg file"),
     Answer("simulate export run.toml nowhere/step", REFUSED, "nowhere is not a folder"),
     Answer("export small-run --to run.toml/model.safetensors", REFUSED, "run.toml is not a folder"),
     Answer("cluster list", DONE, "perlmutter"),

@@ -252,7 +252,7 @@ def test_log_probabilities_of_whole_logits_are_differentiable() -> None:
     for each in (found, expected):
         (each * torch.arange(6.0).view(2, 3)).sum().backward()
     torch.testing.assert_close(own.grad, other.grad)
-    assert "tokens are [2, 3]" in refusal(lambda: token_log_probabilities(own, tokens[0]))
+    assert "tokens must be [2, 3]" in refusal(lambda: token_log_probabilities(own, tokens[0]))
     for wrong, words in ((-100, "token -100 is outside the vocabulary"), (own.shape[-1], "is outside the vocabulary")):
         assert words in refusal(lambda wrong=wrong: token_log_probabilities(own, torch.full_like(tokens, wrong)))
-    assert "tokens are integers" in refusal(lambda: token_log_probabilities(own, tokens.double()))
+    assert "tokens must be integers" in refusal(lambda: token_log_probabilities(own, tokens.double()))

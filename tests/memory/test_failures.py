@@ -116,7 +116,7 @@ def test_words_that_are_no_failure_are_refused(words):
 @pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
 def test_a_watchdog_of_a_time_that_is_none_is_refused(text, monkeypatch):
     monkeypatch.setenv(failures.WATCHDOG_VARIABLE, text)
-    with pytest.raises(ValueError, match=f"STRETTO_WATCHDOG is a number of seconds.* not {text!r}"):
+    with pytest.raises(ValueError, match=f"STRETTO_WATCHDOG must be a number of seconds.* not {text!r}"):
         failures.watchdog_seconds()
 
 

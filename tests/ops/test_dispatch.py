@@ -119,10 +119,10 @@ def test_tiles_of_few_rows_are_as_wide_as_a_programs_share(n, columns, programs)
     [
         ("fast", "'fast' is no configuration"),
         ('{"blocks": null, "speed": 1}', "is no configuration"),
-        ('{"blocks": null, "transfer": "radio"}', "a configuration's transfer is one of copies, programs, not 'radio'"),
-        ('{"blocks": [128, 100, 64, 8, 8, 4, 132]}', "n of blocks is a multiple of 16, not 100"),
-        ('{"blocks": [96, 128, 64, 8, 8, 4, 132]}', "m of blocks is a power of two"),
-        ('{"blocks": null, "movers": 0}', "a configuration's movers is a whole number, 1 or more, not 0"),
+        ('{"blocks": null, "transfer": "radio"}', "transfer must be one of copies, programs, not 'radio'"),
+        ('{"blocks": [128, 100, 64, 8, 8, 4, 132]}', "n of blocks must be a multiple of 16, not 100"),
+        ('{"blocks": [96, 128, 64, 8, 8, 4, 132]}', "m of blocks must be a power of two"),
+        ('{"blocks": null, "movers": 0}', "a configuration's movers must be a whole number, 1 or more, not 0"),
     ],
 )
 def test_an_invalid_plan_raises(text, words):

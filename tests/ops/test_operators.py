@@ -269,16 +269,16 @@ def ask_wrongly():
             ((x[0], weight), f"{name} takes x .* of two dims or more, not .8."),
             ((x, weight[None]), f"{name} takes x .* and weight .* two dims, not .4, 8. and .1, 6, 8."),
             ((x, weight[:, :7]), r"x \[4, 8\] and weight \[6, 7\] differ in k"),
-            ((x, weight.bfloat16()), r"weight is \[6, 8\] of torch.float32 .*, not \[6, 8\] of torch.bfloat16"),
+            ((x, weight.bfloat16()), r"weight must be \[6, 8\] of torch.float32 .*, not \[6, 8\] of torch.bfloat16"),
             ((x.double(), weight.double()), "takes torch.bfloat16, torch.float16, torch.float32, not torch.float64"),
             ((x.double(), weight.double()), 'float64: convert x, weight and bias, or give implementation="library"'),
-            ((x, weight.to("meta")), r"weight is \[6, 8\] .* on cpu, not \[6, 8\] of torch.float32 on meta"),
+            ((x, weight.to("meta")), r"weight must be \[6, 8\] .* on cpu, not \[6, 8\] of torch.float32 on meta"),
             ((torch.zeros(8, 4).t(), weight), r"takes a contiguous x, not strides \(1, 4\): call contiguous\(\)"),
             ((x, torch.zeros(6, 16)[:, ::2]), r"takes a contiguous weight, or the transpose of one, not strides \(16"),
         ):
             with pytest.raises(ValueError, match=words):
                 operator(*arguments)
-        with pytest.raises(ValueError, match=r"bias is \[6\] of .*, not \[5\] of"):
+        with pytest.raises(ValueError, match=r"bias must be \[6\] of .*, not \[5\] of"):
             operator(x, weight, bias=torch.zeros(5))
     with pytest.raises(ValueError, match="2 ranks do not divide x's first dim, 3: 4 will do"):
         ops.matmul_reduce_scatter(x[:3], weight)
@@ -286,7 +286,7 @@ def ask_wrongly():
         ops.matmul_reduce_scatter(x, weight, reduce_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"an mlp's activation is 'tanh', but must be one of gelu, "):
         ops.mlp(x, weight, weight.t(), activation="tanh")
-    with pytest.raises(ValueError, match=r"an mlp's gate is of up's shape, \[6, 8\], not \[4, 8\]"):
+    with pytest.raises(ValueError, match=r"an mlp's gate must be of up's shape, \[6, 8\], not \[4, 8\]"):
         ops.mlp(x, weight, weight.t(), gate=x)
     group = dist.new_group([0])
     if dist.get_rank() == 1:

@@ -62,21 +62,21 @@ def test_what_is_no_dense_tensor_is_refused_by_its_name_before_anything_else(fun
         for what, (make, words) in NO_TENSORS.items():
             if what == "nothing" and types.NoneType in kinds:
                 continue
-            with pytest.raises(ValueError, match=rf"\w+: {name} is a dense tensor, not .*{words}"):
+            with pytest.raises(ValueError, match=rf"\w+: {name} must be a dense tensor, not .*{words}"):
                 function(**plain | others | {name: make()})
         if not any(get_origin(kind) is Callable for kind in kinds):
-            with pytest.raises(ValueError, match=rf"\w+: {name} is a dense tensor, not .*print"):
+            with pytest.raises(ValueError, match=rf"\w+: {name} must be a dense tensor, not .*print"):
                 function(**plain | others | {name: print})
     first = next(iter(inspect.signature(function).parameters))
-    with pytest.raises(ValueError, match=rf"\w+: {first} is a dense tensor, not .*layout torch.sparse_coo"):
+    with pytest.raises(ValueError, match=rf"\w+: {first} must be a dense tensor, not .*layout torch.sparse_coo"):
         function(torch.eye(2).to_sparse(), **{name: one for name, one in (plain | others).items() if name != first})
 
 
 def test_each_tensor_of_a_list_is_named_by_its_place():
     x = torch.ones(2, 2)
-    with pytest.raises(ValueError, match=r"all_gather_matmul: weight\[1\] is a dense tensor, not None"):
+    with pytest.raises(ValueError, match=r"all_gather_matmul: weight\[1\] must be a dense tensor, not None"):
         ops.all_gather_matmul(x, [x, None])
-    with pytest.raises(ValueError, match=r"all_gather_matmul: bias\[0\] is a dense tensor, not 3 of type int"):
+    with pytest.raises(ValueError, match=r"all_gather_matmul: bias\[0\] must be a dense tensor, not 3 of type int"):
         ops.all_gather_matmul(x, [x, x], bias=[3, None])
 
 
@@ -120,11 +120,11 @@ OF_ANOTHER_KIND = {
     ),
     "a complex weight": (
         lambda: ops.invariant_norm(torch.ones(2, 8), torch.ones(8, dtype=torch.complex64), eps=1e-6),
-        r"invariant_norm: weight is \[8\] of a floating-point dtype on cpu, not \[8\] of torch.complex64",
+        r"invariant_norm: weight must be \[8\] of a floating-point dtype on cpu, not \[8\] of torch.complex64",
     ),
     "positions elsewhere": (
         lambda: moe.unpermute(torch.ones(4, 8), torch.zeros(2, 2, dtype=torch.int64, device="meta"), torch.ones(2, 2)),
-        r"unpermute: positions is int64 or int32 \[t, k\], k of 1 or more, on cpu, not torch.int64 \[2, 2\] on meta",
+        r"positions must be int64 or int32 \[t, k\], k of 1 or more, on cpu, not torch.int64 \[2, 2\] on meta",
     ),
     "a gradient of a gradient": (
         lambda: moe.grouped_weight_gradient(
@@ -150,7 +150,7 @@ def test_a_record_that_may_be_left_out_is_none_or_one_of_its_class():
 
     update = TableUpdate("sgd", torch.ones(2))
     assert (read(torch.ones(1)), read(torch.ones(1), update)) == (None, update)
-    with pytest.raises(ValueError, match="read: ahead is a TableUpdate, not 3"):
+    with pytest.raises(ValueError, match="read: ahead must be a TableUpdate, not 3"):
         read(torch.ones(1), 3)
 
 
@@ -176,7 +176,7 @@ def refuse_in_groups():
             moe.dispatch(x, ids, 2, topk_weights=wrong)
     table, places = torch.ones(4, 4), torch.zeros(3, dtype=torch.int32)
     for wrong in (None, [1.0], table.to_sparse()):
-        with pytest.raises(ValueError, match=r"embedding_all_to_all: tables\[1\] is a dense tensor, not "):
+        with pytest.raises(ValueError, match=r"embedding_all_to_all: tables\[1\] must be a dense tensor, not "):
             ops.embedding_all_to_all(places, places, [table, wrong])
     zero = torch.tensor(0.0)
     with pytest.raises(ValueError, match=r"matmul_all_reduce_norm takes x .* not \[4, 8\] and \[\]"):
@@ -231,15 +231,15 @@ def refuse_options():
     for operator in OPERATORS:
         for given in ("kernels", "KERNEL", "", None, 3, True):
             with pytest.raises(
-                ValueError, match=r'implementation is "auto", "kernel", "library" or a KernelConfig, not'
+                ValueError, match=r'implementation must be "auto", "kernel", "library" or a KernelConfig, not'
             ):
                 operator(x, weight, implementation=given)
         for group in (mesh, dist.group.WORLD.group_name, 0, [0, 1]):
-            with pytest.raises(ValueError, match=r"group is a torch.distributed.ProcessGroup, or None .*get_group"):
+            with pytest.raises(ValueError, match=r"group must be a torch.distributed.ProcessGroup, .*get_group"):
                 operator(x, weight, group)
         assert len(operator(x, weight, mesh.get_group("tensor"))) > 0
         for bias in (torch.ones(12)[::2], torch.ones(1).expand(6)):
-            with pytest.raises(ValueError, match=r"bias is \[6\] .*, contiguous, not .* with strides \([20],\)"):
+            with pytest.raises(ValueError, match=r"bias must be \[6\] .*, contiguous, not .* with strides \([20],\)"):
                 operator(x, weight, bias=bias)
 
 
@@ -249,9 +249,9 @@ def test_options_that_there_are_not_are_refused_by_name(interpret):
 
 def refuse_to_tune():
     for wrong, words in (
-        (("all_gather_matmul", 0, 8, 8), "m, n and k are whole numbers, 1 or more, not 0, 8 and 8"),
-        (("all_gather_matmul", 8, -8, 8), "m, n and k are whole numbers"),
-        (("matmul_all_reduce", 8.0, 8, 8), "m, n and k are whole numbers"),
+        (("all_gather_matmul", 0, 8, 8), "m, n and k must be whole numbers, 1 or more, not 0, 8 and 8"),
+        (("all_gather_matmul", 8, -8, 8), "m, n and k must be whole numbers"),
+        (("matmul_all_reduce", 8.0, 8, 8), "m, n and k must be whole numbers"),
         (("matmul_all_gather", 8, 8, 8), "the operators are all_gather_matmul, .*, not 'matmul_all_gather'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -276,20 +276,23 @@ def refuse_mlps():
     x, up, _ = make_leaves("")
     down, ran = up.T.contiguous(), dict(ops.counts())
     wrong = [
-        ({"up_bias": torch.ones(1)}, r"mlp's up: bias is \[6\] of .*, not \[1\] of"),
+        ({"up_bias": torch.ones(1)}, r"mlp's up: bias must be \[6\] of .*, not \[1\] of"),
         ({"up_bias": torch.tensor(1.0)}, r"mlp's up: bias .* not \[\]"),
-        ({"up_bias": torch.ones(7), "gate_bias": torch.ones(5)}, "mlp's (up|gate): bias is"),
-        ({"up_bias": torch.ones(6).half()}, "mlp's up: bias is .* of torch.float32 on cpu, .* of torch.float16"),
-        ({"gate_bias": torch.ones(6).half()}, "mlp's gate: bias is .* of torch.float32 on cpu, .* of torch.float16"),
-        ({"gate": up.half()}, "mlp's gate: weight is .* of torch.float32 on cpu, not .* of torch.float16"),
-        ({"up": up.half()}, "mlp's up: weight is .* of torch.float32 on cpu, not .* of torch.float16"),
-        ({"up": up.to("meta")}, "mlp's up: weight is .* on cpu, not .* on meta"),
+        ({"up_bias": torch.ones(7), "gate_bias": torch.ones(5)}, "mlp's (up|gate): bias must be"),
+        ({"up_bias": torch.ones(6).half()}, "mlp's up: bias must be .* of torch.float32 on cpu, .* of torch.float16"),
+        (
+            {"gate_bias": torch.ones(6).half()},
+            "mlp's gate: bias must be .* of torch.float32 on cpu, .* of torch.float16",
+        ),
+        ({"gate": up.half()}, "mlp's gate: weight must be .* of torch.float32 on cpu, not .* of torch.float16"),
+        ({"up": up.half()}, "mlp's up: weight must be .* of torch.float32 on cpu, not .* of torch.float16"),
+        ({"up": up.to("meta")}, "mlp's up: weight must be .* on cpu, not .* on meta"),
         ({"up": torch.ones(6, 16)[:, ::2]}, "mlp's up takes a contiguous weight"),
         ({"up": up[:, :7], "gate": up[:, :7]}, r"mlp's up .*contiguous weight|differ in k"),
         ({"down": down[:, :5]}, r"its down \[n, hidden\], not \[6, 8\] and \[8, 5\]"),
-        ({"down": down.half()}, "mlp's down: weight is .* of torch.float32 on cpu, not .* of torch.float16"),
+        ({"down": down.half()}, "mlp's down: weight must be .* of torch.float32 on cpu, not .* of torch.float16"),
         ({"down": torch.ones(8, 12)[:, ::2]}, "mlp's down takes a contiguous weight"),
-        ({"down_bias": torch.ones(6)}, r"mlp's down: bias is \[8\] of .*, not \[6\] of"),
+        ({"down_bias": torch.ones(6)}, r"mlp's down: bias must be \[8\] of .*, not \[6\] of"),
     ]
     for given, words in wrong:
         for needs_gradients in (False, True):

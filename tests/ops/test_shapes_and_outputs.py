@@ -160,14 +160,14 @@ def test_several_weights_have_one_gather_and_one_reduce_scatter(interpret):
 def refuse_lists():
     x, weight, ran = torch.zeros(4, 8), torch.zeros(6, 8), dict(ops.counts())
     for given, options, words in (
-        ([], {}, "weight is a tensor or a list of one or more tensors, not "),
-        ([weight, None], {}, r"weight\[1\] is a dense tensor, not None"),
+        ([], {}, "weight must be a tensor or a list of one or more tensors, not "),
+        ([weight, None], {}, r"weight\[1\] must be a dense tensor, not None"),
         ([weight, weight[:, :7]], {}, "differ in k"),
-        ([weight, weight.half()], {}, "weight is .* of torch.float32 on cpu, not .* of torch.float16"),
-        ([weight] * 2, {"bias": [None]}, "bias for a list of 2 weights is as long a list, not 1"),
-        ([weight] * 2, {"bias": torch.zeros(6)}, "bias for a list of 2 weights is as long a list, not Tensor"),
-        ([weight] * 2, {"out": [torch.zeros(8, 6)]}, "out for a list of 2 weights is as long a list, not 1"),
-        ([weight] * 2, {"out": [torch.zeros(8, 6), torch.zeros(8, 5)]}, r"out is \[8, 6\] of .*, not \[8, 5\]"),
+        ([weight, weight.half()], {}, "weight must be .* of torch.float32 on cpu, not .* of torch.float16"),
+        ([weight] * 2, {"bias": [None]}, "bias of 2 weights must be as long a list, not 1"),
+        ([weight] * 2, {"bias": torch.zeros(6)}, "bias of 2 weights must be as long a list, not Tensor"),
+        ([weight] * 2, {"out": [torch.zeros(8, 6)]}, "out of 2 weights must be as long a list, not 1"),
+        ([weight] * 2, {"out": [torch.zeros(8, 6), torch.zeros(8, 5)]}, r"out must be \[8, 6\] of .*, not \[8, 5\]"),
         ([weight] * 2, {"out": [torch.zeros(8, 6)] * 2}, "out shares memory with"),
         ([weight] * 2, {"saves_gathered": False}, "saves_gathered=False is for one weight"),
         (weight, {"bias": [None]}, "a list of biases.* only with a list of weights"),
@@ -241,13 +241,16 @@ def refuse_outputs():
     for operator, rows in ((ops.all_gather_matmul, 8), (ops.matmul_reduce_scatter, 2), (ops.matmul_all_reduce, 4)):
         memory = torch.zeros(rows * 16)
         for out, words in (
-            (torch.zeros(rows, 7), rf"out is \[{rows}, 8\] of torch.float32 on cpu, contiguous, not \[{rows}, 7\]"),
-            (torch.zeros(1, rows, 8), rf"out is \[{rows}, 8\] of torch.float32"),
-            (torch.zeros(rows, 8).half(), "out is .*, not .* of torch.float16"),
-            (torch.zeros(rows, 8, device="meta"), "out is .*, not .* on meta"),
-            (memory.view(rows, 16)[:, :8], r"out is .*, contiguous, not .* with strides \(16, 1\)"),
+            (
+                torch.zeros(rows, 7),
+                rf"out must be \[{rows}, 8\] of torch.float32 on cpu, contiguous, not \[{rows}, 7\]",
+            ),
+            (torch.zeros(1, rows, 8), rf"out must be \[{rows}, 8\] of torch.float32"),
+            (torch.zeros(rows, 8).half(), "out must be .*, not .* of torch.float16"),
+            (torch.zeros(rows, 8, device="meta"), "out must be .*, not .* on meta"),
+            (memory.view(rows, 16)[:, :8], r"out must be .*, contiguous, not .* with strides \(16, 1\)"),
             (torch.zeros(rows, 8).requires_grad_(), "with out= has no gradients"),
-            ([torch.zeros(rows, 8)], "out is a dense tensor, not|a list of biases, and of outputs"),
+            ([torch.zeros(rows, 8)], "out must be a dense tensor, not|a list of biases, and of outputs"),
         ):
             with pytest.raises(ValueError, match=words):
                 operator(x, weight, out=out)
@@ -263,7 +266,7 @@ def refuse_outputs():
                 operator(x2, weight2, out=memory[8 : 8 + 8 * rows].view(rows, 8))
             assert ops.counts() == ran_before
     assert all(what[1] for what in ran)
-    with pytest.raises(ValueError, match=r"mlp: out is \[4, 8\] .*, not \[8, 8\]"):
+    with pytest.raises(ValueError, match=r"mlp: out must be \[4, 8\] .*, not \[8, 8\]"):
         ops.mlp(x, weight, weight, out=torch.zeros(8, 8))
     with pytest.raises(ValueError, match="mlp with out= has no gradients"):
         ops.mlp(x, weight.requires_grad_(), weight, out=torch.zeros(4, 8))

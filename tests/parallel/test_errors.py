@@ -268,6 +268,10 @@ def test_invalid_operations_after_parallelize_raise_where_they_happen(ranks: Cal
             assert messages[name] == "no error"
 
 
+def refused_grid() -> str:
+    return message_of(lambda: Grid(x=2, z=2))
+
+
 def failed_halfway() -> tuple[bool, int]:
     """True if a model that fails while it is built, on its last module, is as it was."""
     with torch.device("meta"):
@@ -277,6 +281,14 @@ def failed_halfway() -> tuple[bool, int]:
     message = message_of(lambda: parallelize(model, Grid(), roles=BOTH, local_attributes={"n_heads": "x"}))
     assert "its initialization leaves weight unset" in message
     return list(model.modules()) == before, model.n_heads
+
+
+def test_a_job_of_one_rank_is_told_how_to_start_as_many_as_its_grid_has(ranks: Callable[[int], Ranks]) -> None:
+    (message,) = ranks(1).run(refused_grid)
+    assert message.endswith(
+        "data=1 x x=2 x y=1 x z=2 has 4 ranks, but the job has 1: they must be equal; torchrun "
+        "--nproc-per-node 4 starts that many"
+    )
 
 
 def test_a_failure_leaves_the_model_as_it_was(ranks: Callable[[int], Ranks]) -> None:

@@ -333,7 +333,7 @@ def test_the_auc_of_one_kind_of_label_or_of_no_number_is_undefined() -> None:
     assert roc_auc(torch.randn(3), torch.zeros(3)) is None
     assert roc_auc(torch.tensor([0.0, torch.nan]), torch.tensor([0, 1])) is None
     for shape in ((3,), (2, 1)):
-        with pytest.raises(ValueError, match=r"scores and labels are \[samples\] both, not \[2\] and"):
+        with pytest.raises(ValueError, match=r"scores and labels must be \[samples\] both, not \[2\] and"):
             roc_auc(torch.randn(2), torch.ones(shape))
 
 

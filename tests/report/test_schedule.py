@@ -37,7 +37,7 @@ def test_only_the_ranks_that_are_asked_for_are_shown(tmp_path):
 
 def test_timelines_that_cannot_be_drawn_raise(tmp_path):
     ring = ring_all_reduce.compile(ranks=3)
-    with pytest.raises(ValueError, match=r"a picture is a .png or .svg file, not 'x.pdf'"):
+    with pytest.raises(ValueError, match=r"a picture must be a .png or .svg file, not 'x.pdf'"):
         plot_schedule(ring, tmp_path / "x.pdf")
     with pytest.raises(ValueError, match="the schedule has ranks 0 to 2"):
         plot_schedule(ring, tmp_path / "x.png", range(2, 4))

@@ -128,7 +128,7 @@ def show(
     """
     with refusing_bad_input(as_json=as_json):
         if out is not None and out.suffix.lower() not in (".png", ".svg"):
-            raise ValueError(f"a picture is a .png or .svg file, not {out.name!r}")
+            raise ValueError(f"a picture must be a .png or .svg file, not {out.name!r}")
         if name != MESSAGE_DRIVEN:
             refuse_options(call, f"{name}, but of {MESSAGE_DRIVEN}", "limit", "serve_first")
         if not jitter:

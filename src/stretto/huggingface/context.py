@@ -176,7 +176,7 @@ def refuse_arguments(model: Any, given: Mapping[str, Any], length: int) -> None:
             "documents by position_ids that begin anew"
         )
     if isinstance(positions, Tensor) and positions.dim() != 2:
-        raise ValueError(f"position_ids are [batch, seq] on a grid with context, not {list(positions.shape)}")
+        raise ValueError(f"position_ids must be [batch, seq] on a grid with context, not {list(positions.shape)}")
     if not isinstance(given.get("logits_to_keep", 0), int) or given.get("logits_to_keep", 0):
         raise ValueError(
             "on a grid with context each rank has the logits of its own tokens: leave out logits_to_keep, and generate "

@@ -90,9 +90,9 @@ def token_log_probabilities(logits: Tensor, tokens: Tensor) -> Tensor:
     tokens.
     """
     if tokens.shape != logits.shape[:-1]:
-        raise ValueError(f"tokens are {list(logits.shape[:-1])}, one for each row of logits, not {list(tokens.shape)}")
+        raise ValueError(f"tokens must be {list(logits.shape[:-1])}, one a row of logits, not {list(tokens.shape)}")
     if tokens.dtype not in (torch.int64, torch.int32) or not logits.is_floating_point():
-        raise ValueError(f"tokens are integers and logits floating-point, not {tokens.dtype} and {logits.dtype}")
+        raise ValueError(f"tokens must be integers and logits floating-point, not {tokens.dtype} and {logits.dtype}")
     if tokens.device.type == "cpu" and tokens.numel():
         low, high = (int(bound) for bound in torch.aminmax(tokens))
         if low < 0 or high >= logits.shape[-1]:

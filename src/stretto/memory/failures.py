@@ -324,7 +324,7 @@ def watchdog_seconds() -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e9:
-        raise ValueError(f"{WATCHDOG_VARIABLE} is a number of seconds, 0 to switch the watchdog off, not {text!r}")
+        raise ValueError(f"{WATCHDOG_VARIABLE} must be a number of seconds, 0 to switch the watchdog off, not {text!r}")
     return seconds
 
 

@@ -178,11 +178,11 @@ def _multiply_several(
     """
     operator, rows = "all_gather_matmul", flatten_rows("all_gather_matmul", x)
     if not weights:
-        raise ValueError(f"{operator}: weight is a tensor or a list of one or more tensors, not {weights!r}")
+        raise ValueError(f"{operator}: weight must be a tensor or a list of one or more tensors, not {weights!r}")
     for what, given in (("bias", biases), ("out", outs)):
         if given is not None and (not isinstance(given, Sequence) or len(given) != len(weights)):
             count = len(given) if isinstance(given, Sequence) else type(given).__name__
-            raise ValueError(f"{operator}: {what} for a list of {len(weights)} weights is as long a list, not {count}")
+            raise ValueError(f"{operator}: {what} of {len(weights)} weights must be as long a list, not {count}")
     if not saves_gathered:
         raise ValueError(
             f"{operator}: saves_gathered=False is for one weight: torch.cat the weights, or checkpoint the call "

@@ -119,7 +119,7 @@ def encode_implementation(implementation: str | KernelConfig) -> str:
         return _encode_constant(implementation)
     if isinstance(implementation, str) and (implementation in IMPLEMENTATIONS or implementation.startswith("{")):
         return implementation  # the latter is an encoded configuration, which `decode` reads
-    raise ValueError(f'implementation is "auto", "kernel", "library" or a KernelConfig, not {implementation!r}')
+    raise ValueError(f'implementation must be "auto", "kernel", "library" or a KernelConfig, not {implementation!r}')
 
 
 @lru_cache(maxsize=4096)
@@ -166,14 +166,14 @@ def require_config(config: KernelConfig) -> None:
     )
     for what, given, known in options:
         if given not in known:
-            raise ValueError(f"a configuration's {what} is one of {', '.join(map(str, known))}, not {given!r}")
+            raise ValueError(f"a configuration's {what} must be one of {', '.join(map(str, known))}, not {given!r}")
     if not isinstance(config.schedule, str):
-        raise ValueError(f"a configuration's schedule is its name, not {config.schedule!r}")
+        raise ValueError(f"a configuration's schedule must be its name, not {config.schedule!r}")
     if config.direction == "pull" and (config.transfer != "copies" or not config.schedule):
         raise ValueError('rows are pulled by a schedule and copy engines: "pull" goes with schedule= and "copies"')
     for what, number in (("movers", config.movers), ("piece_bytes", config.piece_bytes)):
         if not isinstance(number, int) or not 1 <= number <= MAX_PIECE_BYTES:
-            raise ValueError(f"a configuration's {what} is a whole number, 1 or more, not {number!r}")
+            raise ValueError(f"a configuration's {what} must be a whole number, 1 or more, not {number!r}")
     if config.blocks is not None:
         _require_blocks(config.blocks)
 
@@ -181,12 +181,12 @@ def require_config(config: KernelConfig) -> None:
 def _require_blocks(blocks: Blocks) -> None:
     for name, value in blocks._asdict().items():
         if not isinstance(value, int) or not 1 <= value <= 4096:
-            raise ValueError(f"{name} of blocks is a whole number from 1 to 4096, not {value!r}")
+            raise ValueError(f"{name} of blocks must be a whole number from 1 to 4096, not {value!r}")
     if blocks.n % 16:
-        raise ValueError(f"n of blocks is a multiple of 16, not {blocks.n}")
+        raise ValueError(f"n of blocks must be a multiple of 16, not {blocks.n}")
     for name, value in (("m", blocks.m), ("k", blocks.k), ("num_warps", blocks.num_warps)):
         if value & (value - 1) or value < (1 if name == "num_warps" else 16):
-            raise ValueError(f"{name} of blocks is a power of two (tiles: 16 or more), not {value}")
+            raise ValueError(f"{name} of blocks must be a power of two (tiles: 16 or more), not {value}")
 
 
 def pin_backward(implementation: str) -> str:

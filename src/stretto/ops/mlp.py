@@ -87,12 +87,12 @@ def _require(
     """ValueError for arguments that the second product would refuse only after the first has run, which checks x."""
     require_one_of(ACTIVATIONS, "an mlp's ", activation=activation)
     if gate is not None and gate.shape != up.shape:
-        raise ValueError(f"an mlp's gate is of up's shape, {list(up.shape)}, not {list(gate.shape)}")
+        raise ValueError(f"an mlp's gate must be of up's shape, {list(up.shape)}, not {list(gate.shape)}")
     if gate is None and biases["gate"] is not None:
         raise ValueError("an mlp has a gate_bias only with a gate")
     if up.dim() != 2 or down.dim() != 2 or down.shape[1] != up.shape[0]:
         raise ValueError(
-            f"an mlp's up is [hidden, k] and its down [n, hidden], not {list(up.shape)} and {list(down.shape)}"
+            f"an mlp's up must be [hidden, k] and its down [n, hidden], not {list(up.shape)} and {list(down.shape)}"
         )
     for name, weight in (("up", up), ("gate", gate), ("down", down)):
         if weight is not None:

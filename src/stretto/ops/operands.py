@@ -53,7 +53,8 @@ def takes_tensors(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for place, name in records:
             given = args[place] if place < len(args) else kwargs.get(name)
             if not isinstance(given, kinds[name]):  # a record, or where the annotation has it, None
-                raise ValueError(f"{operator}: {name} is a {kinds[name][0].__name__}, not {reprlib.repr(given):.60}")
+                kind = kinds[name][0].__name__
+                raise ValueError(f"{operator}: {name} must be a {kind}, not {reprlib.repr(given):.60}")
         if forward_ad._current_level >= 0:
             require_no_tangents(*(given for given in (*args, *kwargs.values()) if isinstance(given, Tensor)))
         if not torch._C._are_functorch_transforms_active():
@@ -116,7 +117,7 @@ def require_dense(operator: str, name: str, given: object) -> None:
         shown = "one that torch negates when it is read: call resolve_neg() on it"
     else:
         return
-    raise ValueError(f"{operator}: {name} is a dense tensor, not {shown}")
+    raise ValueError(f"{operator}: {name} must be a dense tensor, not {shown}")
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:
@@ -224,7 +225,7 @@ def require_like(
     if not (is_right and given.device == device and (may_have_gaps or given.is_contiguous())):
         kinds = " or ".join(map(str, dtype)) if isinstance(dtype, tuple) else dtype
         wanted = f"{list(shape)} of {kinds} on {device}{', contiguous' * (not may_have_gaps)}"
-        raise ValueError(f"{operator}: {name} is {wanted}, not {describe_tensor(given)}")
+        raise ValueError(f"{operator}: {name} must be {wanted}, not {describe_tensor(given)}")
 
 
 def describe_tensor(tensor: Tensor) -> str:

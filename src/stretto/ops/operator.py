@@ -220,8 +220,8 @@ def find_name(group: dist.ProcessGroup | None) -> str:
     """The group's name (None: all ranks), as operators' schemas take it. ValueError for a rank outside of it."""
     if not (group is None or isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
         raise ValueError(
-            f"group is a torch.distributed.ProcessGroup, or None for all ranks, not {group!r}: of a mesh's axis, give "
-            "mesh.get_group(axis)"
+            f"group must be a torch.distributed.ProcessGroup, or None for all ranks, not {group!r}: of a mesh's axis, "
+            "give mesh.get_group(axis)"
         )
     if not isinstance(group, dist.ProcessGroup):  # of a group, only its ranks have an object
         find_own_rank(group)

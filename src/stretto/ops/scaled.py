@@ -219,7 +219,7 @@ def _run(
 
     def compute(config: KernelConfig, out: Tensor | None = None) -> Tensor:
         if config.blocks is not None and config.blocks.k < _MIN_DEPTH:
-            raise ValueError(f"k of blocks for fp8 is {_MIN_DEPTH} or more, not {config.blocks.k}")
+            raise ValueError(f"k of blocks for fp8 must be {_MIN_DEPTH} or more, not {config.blocks.k}")
         scales = find_scales(_NAMES[operator], x, weight, x_scale, weight_scale)
         rows, n = _count_first_dim(operator, x, find_group(group).size()), weight.shape[0]
         sum_dtype = reduce_dtype or out_dtype
@@ -366,11 +366,11 @@ def require_scaled(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
     require_matrices(operator, x, weight)
     for name, one in (("x", x), ("weight", weight)):
         if one.dtype != FP8 and not (name == "x" and one.dtype == torch.float8_e5m2):
-            raise ValueError(f"{operator}: {name} is of {FP8}, not {one.dtype}: see quantize_rows")
+            raise ValueError(f"{operator}: {name} must be of {FP8}, not {one.dtype}: see quantize_rows")
     if dtype not in DTYPES:
         raise ValueError(f"{operator} returns {', '.join(map(str, DTYPES))}, not {dtype}")
     if x.shape[1] % _GRAIN:
-        raise ValueError(f"{operator}: k of fp8 operands is a multiple of {_GRAIN}, not {x.shape[1]}: pad both")
+        raise ValueError(f"{operator}: k of fp8 operands must be a multiple of {_GRAIN}, not {x.shape[1]}: pad both")
     if not weight.is_contiguous():
         raise ValueError(
             f"{operator} takes a contiguous fp8 weight [n, k], not strides {weight.stride()}: tensor cores require "
@@ -393,11 +393,12 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
     rows = matrix.shape[0]
     if scale.numel() not in (1, rows) or sum(size != 1 for size in scale.shape) > 1:
         raise ValueError(
-            f"{operator}: {name} is one number, or one for each of {rows} rows, not {show_shape(scale)}: there are no "
-            "scales of smaller blocks"
+            f"{operator}: {name} must be one number, or one for each of {rows} rows, not {show_shape(scale)}: there "
+            "are no scales of smaller blocks"
         )
     if scale.dtype != torch.float32 or scale.device != matrix.device:
-        raise ValueError(f"{operator}: {name} is of torch.float32 on {matrix.device}, not {describe_tensor(scale)}")
+        wanted = f"torch.float32 on {matrix.device}"
+        raise ValueError(f"{operator}: {name} must be of {wanted}, not {describe_tensor(scale)}")
     factors = scale.reshape(-1).expand(rows)
     # Kernels compute offsets into the factors in 32 bits.
     return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()

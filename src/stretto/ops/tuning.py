@@ -105,7 +105,7 @@ def tune(
         )
     m, n, k = map(to_whole, (m, n, k))
     if not all(isinstance(size, int) and size > 0 for size in (m, n, k)):
-        raise ValueError(f"m, n and k are whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
+        raise ValueError(f"m, n and k must be whole numbers, 1 or more, not {m!r}, {n!r} and {k!r}")
     if dtype not in (*DTYPES, FP8):
         raise ValueError(f"kernels take {', '.join(map(str, (*DTYPES, FP8)))}, not {dtype}")
     if dtype == FP8 and operator not in _SCALED:

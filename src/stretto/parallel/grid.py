@@ -376,7 +376,9 @@ def mismatch(sizes: Mapping[str, Any], ranks: int) -> str:
     product = check_sizes(sizes).ranks
     shape = " x ".join(f"{axis}={size}" for axis, size in shown_sizes(sizes).items() if axis in NAMES)
     rest = product // sizes["data"]
-    hint = f"; with data={ranks // rest} it would" if ranks % rest == 0 and ranks >= rest else ""
+    hint = f"; data={ranks // rest} would do" if ranks % rest == 0 and ranks >= rest else ""
+    if ranks == 1:
+        hint += f"; torchrun --nproc-per-node {product} starts that many"
     return f"the grid {shape} has {product} ranks, but the job has {ranks}: they must be equal{hint}"
 
 

@@ -154,7 +154,7 @@ def read_packed(documents: object, seq_len: int) -> PackedDocuments | None:
             for length in documents:
                 require_whole("a document's length", length, 1, 1 << 40)
             return pack([(length, 1) for length in documents], seq_len)
-    raise ValueError(f"documents are 'pile', a file of lengths, or one or more lengths, not {documents!r:.60}")
+    raise ValueError(f"documents must be 'pile', a file of lengths, or one or more lengths, not {documents!r:.60}")
 
 
 def read_lengths(path: Path) -> Histogram:

@@ -33,7 +33,7 @@ def lay_out(schedule: Schedule, file: Path, ranks: range | None = None) -> Sched
     another file format.
     """
     if file.suffix.lower() not in (".png", ".svg"):
-        raise ValueError(f"a picture is a .png or .svg file, not {file.name!r}")
+        raise ValueError(f"a picture must be a .png or .svg file, not {file.name!r}")
     shown = range(schedule.collective.ranks) if ranks is None else ranks
     if not shown or shown[0] < 0 or shown[-1] >= schedule.collective.ranks:
         raise ValueError(f"the schedule has ranks 0 to {schedule.collective.ranks - 1}")

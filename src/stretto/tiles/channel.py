@@ -247,7 +247,7 @@ class BlockChannel:
             return known
         self._require_open()
         if mode not in _MODES:
-            raise ValueError(f"whom producers notify is one of {', '.join(_MODES)}, not {mode!r}")
+            raise ValueError(f"whom producers notify must be one of {', '.join(_MODES)}, not {mode!r}")
         if operator not in self._operators:
             self._operators.append(operator)
         made = self._described[operator, mode, begun_in_kernel] = Channel(
@@ -359,11 +359,12 @@ class BlockChannel:
 
     def _require_fitting(self, producer: Mapping, consumer: Mapping, counts: Tensor | None, slot: int | None) -> None:
         if slot not in (None, 0, 1):
-            raise ValueError(f"a call's slot is 0 or 1, or None for one slot, not {slot!r}")
+            raise ValueError(f"a call's slot must be 0 or 1, or None for one slot, not {slot!r}")
         for mapping in (producer, consumer):
             if not isinstance(mapping, StaticMapping | DynamicMapping):
                 raise ValueError(
-                    f"a mapping is what shard_tiles, whole_tiles or look_up_tiles makes, not {type(mapping).__name__}"
+                    "a mapping must be what shard_tiles, whole_tiles or look_up_tiles makes, not "
+                    f"{type(mapping).__name__}"
                 )
         if isinstance(producer, DynamicMapping) and counts is None:
             raise ValueError("a producer with a dynamic mapping needs counts: give how often ranks notify each other")
@@ -373,7 +374,7 @@ class BlockChannel:
             or not counts.is_contiguous()
         ):
             raise ValueError(
-                f"counts are contiguous int32 [2, {self.world_size}, {self.channels}], not {counts.dtype} "
+                f"counts must be contiguous int32 [2, {self.world_size}, {self.channels}], not {counts.dtype} "
                 f"{list(counts.shape)}"
             )
         for name, mapping in (("producer", producer), ("consumer", consumer)):

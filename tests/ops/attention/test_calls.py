@@ -188,17 +188,17 @@ def test_lower_precision(ranks):
 
 
 REFUSED = {
-    r"window is 1 or more positions and needs causal=True, not 4": {"window": 4},
-    r"window is 1 or more positions and needs causal=True, not 3.5": {"window": 3.5, "causal": True},
-    r"causal is True or False, not 'no'": {"causal": "no"},
-    r"documents is a dense tensor, not \[0, 16\] of type list: torch.as_tensor makes one of it": {"documents": [0, 16]},
-    r"scale is a finite number, or None for 1 / sqrt\(size\), not nan": {"scale": float("nan")},
-    r"scale is a finite number, .* not '1'": {"scale": "1"},
-    r"scale is a finite number, .* not tensor\(0.5000": {"scale": torch.tensor(0.5)},
+    r"window must be 1 or more positions and needs causal=True, not 4": {"window": 4},
+    r"window must be 1 or more positions and needs causal=True, not 3.5": {"window": 3.5, "causal": True},
+    r"causal must be True or False, not 'no'": {"causal": "no"},
+    r"documents must be a dense tensor, not \[0, 16\] of type list: torch.as_tensor makes one": {"documents": [0, 16]},
+    r"scale must be a finite number, or None for 1 / sqrt\(size\), not nan": {"scale": float("nan")},
+    r"scale must be a finite number, .* not '1'": {"scale": "1"},
+    r"scale must be a finite number, .* not tensor\(0.5000": {"scale": torch.tensor(0.5)},
     r"takes tensors that are not empty, not \[1, 4, 8, 8\], \[1, 0, 8, 8\]": {"kv_heads": 0},
-    r"sinks is a dense tensor, not one of layout torch.sparse_coo": {"sinks": torch.zeros(4).to_sparse()},
-    r"sinks is a dense tensor, not \[1.0, 2.0\]": {"sinks": [1.0, 2.0]},
-    r"layout is contiguous, zigzag, balanced, not 'zig'": {"layout": "zig"},
+    r"sinks must be a dense tensor, not one of layout torch.sparse_coo": {"sinks": torch.zeros(4).to_sparse()},
+    r"sinks must be a dense tensor, not \[1.0, 2.0\]": {"sinks": [1.0, 2.0]},
+    r"layout must be one of contiguous, zigzag, balanced, not 'zig'": {"layout": "zig"},
     r'layout="balanced" is of causal attention: give causal=True': {"layout": "balanced"},
     r"7 positions make none: pad to 8 or use layout=\"contiguous\"": {"layout": "zigzag", "length": 7},
     r"documents are int32 or int64 \[documents \+ 1\], where each begins and the length 16": {
@@ -207,8 +207,8 @@ REFUSED = {
     r"documents begin at 0, in ascending order, and end with the length 16 .* not \[0, 9, 15\]": {
         "documents": torch.tensor([0, 9, 15])
     },
-    r"implementation is auto, all_gather, ring, ulysses, not 'flash'": {"implementation": "flash"},
-    r"sinks are \[4\] floating-point numbers on cpu, not torch.float32 \[3\]": {"sinks": torch.zeros(3)},
+    r"implementation must be one of auto, all_gather, ring, ulysses, not 'flash'": {"implementation": "flash"},
+    r"sinks must be \[4\] floating-point numbers on cpu, not torch.float32 \[3\]": {"sinks": torch.zeros(3)},
     r"3 KV heads do not divide 4 heads": {"kv_heads": 3},
     r"no number of 2 ranks divides 4 heads and 1 KV heads: use all_gather_attention": {
         "implementation": "ulysses", "kv_heads": 1

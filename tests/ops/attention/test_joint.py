@@ -115,7 +115,7 @@ def test_calls_with_a_schedule_are_compiled_wrapped_and_refused(interpret):
         assert ran == ["all_gather", "all_to_all", "all_to_all"]  # forward by the schedule; backward as without one
         for refusal, words in zip(
             refusals,
-            ("takes a schedule of an allgather", "a schedule of 3 ranks", "an algorithm's name or a compiled Schedule"),
+            ("takes a schedule of an allgather", "a schedule of 3 ranks", "an algorithm's name or a Schedule"),
             strict=True,
         ):
             assert words in refusal

@@ -232,12 +232,12 @@ def test_bad_calls_are_refused_before_ranks_wait_for_each_other(ranks):
         for message, words in zip(
             messages,
             (
-                "residual is [3, 5] of torch.float32 on cpu, contiguous, not [2, 5]",
-                "residual is [3, 5] of torch.float32 on cpu, contiguous, not [3, 5] of torch.float16",
-                "norm_weight is [5] of torch.bfloat16 or torch.float16 or torch.float32 on cpu, contiguous, not [4]",
+                "residual must be [3, 5] of torch.float32 on cpu, contiguous, not [2, 5]",
+                "residual must be [3, 5] of torch.float32 on cpu, contiguous, not [3, 5] of torch.float16",
+                "norm_weight must be [5] of torch.bfloat16 or torch.float16 or torch.float32 on cpu, contiguous",
                 "norm is 'batch', but must be one of rms, layer",
-                "eps is a number from 0 to 1",
-                "bias is [5] of torch.float32 on cpu, contiguous, not [5] of torch.float16",
+                "eps must be a number from 0 to 1",
+                "bias must be [5] of torch.float32 on cpu, contiguous, not [5] of torch.float16",
                 "matmul_all_reduce_norm has no gradients",
                 "ranks of a group make the same calls",
             ),

@@ -145,9 +145,9 @@ def replace(operands, index, new):
         (lambda given: replace(given, 0, given[0][:, :3].contiguous()), "q has 3 heads of 16 and the cache 2 of 16"),
         (
             lambda given: replace(given, 0, given[0].half()),
-            "key_cache is of torch.float16 on cpu, not [",
+            "key_cache must be of torch.float16 on cpu, not [",
         ),
-        (lambda given: replace(given, 3, given[3].long()), "block_table is int32 [2, "),
+        (lambda given: replace(given, 3, given[3].long()), "block_table must be int32 [2, "),
         (lambda given: replace(given, 4, given[4][:1]), "2 tokens of 1 sequences: without query_offsets"),
         (lambda given: replace(given, 2, given[2][:, :8]), "caches [pages, page size, kv heads, d] of one shape"),
         (lambda given: replace(given, 0, given[0].requires_grad_()), "paged_attention has no gradients"),
@@ -161,8 +161,8 @@ def test_tensors_that_do_not_go_together_are_refused(change, words):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    ({"window": 0}, "window is a number of tokens from 1 on, or None, not 0"),
-    ({"implementation": "fast"}, "implementation is"),
+    ({"window": 0}, "window must be a number of tokens from 1 on, or None, not 0"),
+    ({"implementation": "fast"}, "implementation must be"),
     ({"implementation": "kernel"}, "on CPUs kernels are interpreted"),
 ])  # fmt: skip
 def test_options_are_refused(options, words):

@@ -224,7 +224,7 @@ def ask_wrongly():
         (
             (indices, offsets, [table]),
             {"weights": torch.ones(2)},
-            r"one an index, is \[3\] of .*, not \[2\]",
+            r"one an index, must be \[3\] of .*, not \[2\]",
         ),
         (
             (indices, offsets, [table]),
@@ -243,7 +243,7 @@ def ask_wrongly():
     rank, grad = dist.get_rank(), torch.zeros(2, 16)
     settings = torch.zeros(2)
     for arguments, options, words in (
-        ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"grad is \[2, 16\] of torch.float32 on cpu"),
+        ((grad[:1],), {"optimizer": "sgd", "settings": settings}, r"grad must be \[2, 16\] of torch.float32 on cpu"),
         (
             (grad,),
             {"optimizer": "adan", "settings": settings},
@@ -258,19 +258,19 @@ def ask_wrongly():
         (
             (grad,),
             {"optimizer": "sgd", "settings": settings.to("meta")},
-            "settings is .* on cpu, .* on meta",
+            "settings must be .* on cpu, .* on meta",
         ),
         (
             (grad,),
             {"optimizer": "adagrad", "settings": settings, "states": [settings.to("meta")]},
-            r"the state of table 0 is \[2\] of torch.float32 on cpu, contiguous, not .* on meta",
+            r"the state of table 0 must be \[2\] of torch.float32 on cpu, contiguous, not .* on meta",
         ),
         ((grad,), {"optimizer": "adagrad", "settings": settings}, "adagrad of 1 tables has 1 states, not 0"),
     ):
         update = ops.TableUpdate(**options)
         with pytest.raises(ValueError, match=words):
             ops.embedding_all_to_all_update(*arguments, indices, offsets, [table], update=update)
-    with pytest.raises(ValueError, match="optimizer is None or one of sgd, adagrad"):
+    with pytest.raises(ValueError, match="optimizer must be None or one of sgd, adagrad"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="adan")
     with pytest.raises(ValueError, match="seed is 1, but only a fused optimizer rounds, fp16 and bf16 tables"):
         ops.EmbeddingAllToAll([(2, 4)], optimizer="sgd", seed=1)

@@ -280,5 +280,5 @@ def test_what_an_invariant_call_does_not_take_is_refused(ranks):
         assert "takes no out, no schedule" in messages[1]
         assert "takes no out, no schedule" in messages[2]
         assert "8 leaves do not divide k, 9: 8 will do" in messages[3]
-        assert "leaves are 1, 2, 4 or 8, not 3" in messages[4]
+        assert "leaves must be 1, 2, 4 or 8, not 3" in messages[4]
     assert "a group of 1, 2, 4 or 8 ranks, not 3" in ranks(3).run(refuse, 8)[0][0]

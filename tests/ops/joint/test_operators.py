@@ -208,7 +208,7 @@ def test_schedules_that_an_operator_cannot_have_are_refused(interpret):
                 "it takes nodes, gpus",
                 "ring-all-gather",
                 "leave out",
-                "algorithm's name or a compiled Schedule",
+                "algorithm's name or a Schedule",
                 ": its .compile(ranks=2, ...)",
             ),
             strict=True,

@@ -200,7 +200,7 @@ def test_wrong_groups_and_different_calls_are_refused(ranks):
         expected = (
             "7 experts cannot be divided among 3 ranks: a multiple of the group's size will do, such as 6",
             "2 experts cannot be divided among 3 ranks: a multiple of the group's size will do, such as 3",
-            "group is a torch.distributed.ProcessGroup",
+            "group must be a torch.distributed.ProcessGroup",
             "(rank 2) is not in the group" if rank == 2 else "the group that dispatch was given",
             "the group that dispatch was given",
             "2 of topk_ids are no experts: they are numbered 0 to 5",

@@ -130,14 +130,14 @@ def test_one_rank_needs_no_group():
     ("changed", "message"),
     [
         ({"max_tokens": 2}, "this rank has 3 tokens, more than max_tokens=2: give max_tokens=3 on all ranks"),
-        ({"max_tokens": 129}, "max_tokens is 1 to 128, not 129: for more take dispatch"),
-        ({"max_tokens": 2.5}, "max_tokens is 1 to 128, not 2.5"),
+        ({"max_tokens": 129}, "max_tokens must be 1 to 128, not 129; dispatch takes more"),
+        ({"max_tokens": 2.5}, "max_tokens must be 1 to 128, not 2.5"),
         (
             {"x": torch.ones(129, 16), "topk_ids": torch.zeros(129, 2, dtype=int), "topk_weights": torch.ones(129, 2)},
             "this rank has 129 tokens, more than max_tokens=128: take dispatch, which has no limit",
         ),
         ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
-        ({"payload": torch.float16}, "payload is None, for x's dtype, or torch.float8_e4m3fn, not torch.float16"),
+        ({"payload": torch.float16}, "payload must be None, for x's dtype, or torch.float8_e4m3fn, not torch.float16"),
         ({"x": torch.ones(3, 16, requires_grad=True)}, "dispatch_few has no gradients: call it under torch.no_grad()"),
         ({"topk_weights": torch.ones(3, 1)}, r"topk_weights \[3, 2\], not \[3, 16\] and \[3, 1\]"),
         ({"topk_ids": torch.full((3, 2), 4)}, "experts are numbered 0 to 3"),

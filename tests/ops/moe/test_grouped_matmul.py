@@ -180,7 +180,7 @@ def test_rows_are_gathered_by_tokens():
         assert torch.equal(one, right)
     with pytest.raises(ValueError, match="needs positions"):
         moe.grouped_matmul(x, weight, offsets, tokens=tokens)
-    with pytest.raises(ValueError, match=r"tokens is torch.int32 \[n\] on cpu, not torch.int64 \[8\]"):
+    with pytest.raises(ValueError, match=r"tokens must be torch.int32 \[n\] on cpu, not torch.int64 \[8\]"):
         moe.grouped_weight_gradient(grad, x, offsets, tokens=tokens.long())
 
 
@@ -219,7 +219,7 @@ ROWS, WEIGHT = torch.zeros(5, 3), torch.zeros(2, 4, 3)
         (ROWS[:, :2], WEIGHT, as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight \\[experts, b, a\\]"),
         (ROWS, WEIGHT[0], as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight"),
         (ROWS.double(), WEIGHT, as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
-        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets for 2 experts is \\[3\\], not \\[2\\]"),
+        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets of 2 experts must be \\[3\\], not \\[2\\]"),
         (ROWS, WEIGHT, as_offsets([0, 2, 5]).long(), "not torch.int64"),
         (ROWS, WEIGHT.to("meta"), as_offsets([0, 2, 5]), "rows is on cpu, weight on meta"),
     ],
@@ -234,8 +234,8 @@ def test_wrong_operands_are_refused(rows, weight, offsets, message):
     [
         (ROWS[:4], as_offsets([0, 2, 5]), "takes grad \\[n, b\\], and rows \\[n, a\\] .* not \\[4, 3\\]"),
         (ROWS.double(), as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
-        (ROWS, as_offsets([[0, 2, 5]]), "offsets is \\[experts \\+ 1\\]"),
-        (ROWS, as_offsets([0, 2, 5]).long(), "offsets is torch.int32, not torch.int64"),
+        (ROWS, as_offsets([[0, 2, 5]]), "offsets must be \\[experts \\+ 1\\]"),
+        (ROWS, as_offsets([0, 2, 5]).long(), "offsets must be torch.int32, not torch.int64"),
     ],
 )
 def test_wrong_operands_of_a_weight_gradient_are_refused(grad, offsets, message):

@@ -115,13 +115,13 @@ X, IDS, WEIGHTS = torch.zeros(3, 4), torch.zeros(3, 2, dtype=torch.int64), torch
         (X, IDS[:2], 4, "x \\[t, h\\] and topk_ids \\[t, k\\]"),
         (X[0], IDS, 4, "x \\[t, h\\]"),
         (X.long(), IDS, 4, "not torch.int64"),
-        (X, IDS.float(), 4, "topk_ids is torch.int64 or torch.int32, not torch.float32"),
+        (X, IDS.float(), 4, "topk_ids must be torch.int64 or torch.int32, not torch.float32"),
         (X, IDS, 1, "topk_ids has 2 experts a token .* there are 1: 1 to 1"),
         (X, IDS[:, :0], 4, "topk_ids has 0 experts a token"),
         (X, IDS + 4, 4, "topk_ids has 4, but experts are numbered 0 to 3"),
         (X, IDS - 1, 4, "topk_ids has -1, but experts are numbered 0 to 3"),
         (X.to("meta"), IDS, 4, "x is on meta and topk_ids on cpu"),
-        (X, IDS, "4", "num_experts is a whole number, not '4'"),
+        (X, IDS, "4", "num_experts must be a whole number, not '4'"),
     ],
 )
 def test_wrong_tokens_are_refused(x, ids, experts, message):
@@ -145,9 +145,9 @@ def test_wrong_rows_and_weights_are_refused():
     with pytest.raises(ValueError, match=r"k of 1 or more, .* not torch.int64 \[3, 0\]"):
         moe.unpermute(sent.rows, IDS[:, :0], WEIGHTS[:, :0])
     few = moe.dispatch_few(X, IDS, WEIGHTS, 4)
-    with pytest.raises(ValueError, match="combine: handle is a DispatchHandle, not FewHandle"):
+    with pytest.raises(ValueError, match="combine: handle must be a DispatchHandle, not FewHandle"):
         moe.combine(sent.rows, few.handle, WEIGHTS)
-    with pytest.raises(ValueError, match="combine_few: handle is a FewHandle, not None"):
+    with pytest.raises(ValueError, match="combine_few: handle must be a FewHandle, not None"):
         moe.combine_few(rows=few.rows, handle=None)
 
 
@@ -158,7 +158,7 @@ def test_wrong_rows_and_weights_are_refused():
         ({"max_rows": 0}, "max_rows is 0, but must be a whole number, at least 1, or None for as many as there are"),
         ({"max_rows": 8.0}, "max_rows is 8.0, but must be a whole number"),
         ({"implementation": "kernel"}, "no kernel can run: one rank has all 4 experts, so that nothing is sent"),
-        ({"reduce": "token"}, 'reduce is "rank" or "choice", not \'token\''),
+        ({"reduce": "token"}, 'reduce must be "rank" or "choice", not \'token\''),
     ],
 )
 def test_wrong_options_are_refused(options, message):

@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused(ranks):
         "takes rows [n, h] and, for these tokens, topk_weights [2, 2], not [8, 3] and [1, 2]",
         "moe_mlp takes gate_up [e, 2 * f, h], or [e, f, h] without a gate, and down [e, h, f], not",
         "topk_weights [2, 2], not [2, 4] and [1, 2]",
-        "implementation is one of",
+        "implementation must be one of",
     ]
     for messages in ranks(2).run(refuse):
         for message, part in zip(messages, parts, strict=True):

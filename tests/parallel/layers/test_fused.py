@@ -157,7 +157,7 @@ def test_shapes_that_do_not_fit_are_refused():
     """On a GPU a kernel would read beyond them."""
     angles = rotary_angles(torch.arange(5), 8)
     for shape, queries in (((2, 5, 2, 4, 8), 3), ((2, 5, 2, 4, 7), 2), ((2, 5, 8, 8), 2)):
-        with pytest.raises(ValueError, match="qkv is"):
+        with pytest.raises(ValueError, match="qkv must be"):
             rotate_heads(torch.zeros(shape), angles, queries)
     for seq, dim in ((6, 8), (5, 6)):
         with pytest.raises(ValueError, match="are two tensors"):

@@ -103,7 +103,7 @@ def step(
             from stretto.report.pictures import require_drawing
 
             if picture.suffix.lower() not in (".png", ".svg"):
-                raise ValueError(f"a picture is a .png or .svg file, not {picture.name!r}")
+                raise ValueError(f"a picture must be a .png or .svg file, not {picture.name!r}")
             require_drawing()
         require_least(1, **{"--micro-batch": micro_batch})
 

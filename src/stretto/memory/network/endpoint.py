@@ -191,7 +191,7 @@ def choose_proxy() -> type[Proxy] | type[NativeProxy]:
     if asked == "gin":
         raise ValueError(f"{PROXY_VARIABLE}=gin: {find_gin_obstacle()}; {', '.join(_PROXIES)} would do")
     if asked not in _PROXIES:
-        raise ValueError(f"{PROXY_VARIABLE} is one of {', '.join(_PROXIES)}, not {asked!r}")
+        raise ValueError(f"{PROXY_VARIABLE} must be one of {', '.join(_PROXIES)}, not {asked!r}")
     if asked == "python":
         return Proxy
     try:

@@ -188,7 +188,8 @@ def context_attention(
     chosen: str = implementation
     if implementation not in get_args(Implementation) and not _is_schedule(implementation, name):
         raise ValueError(
-            f"context attention: implementation is {', '.join(get_args(Implementation))}, not {implementation!r}"
+            f"context attention: implementation must be one of {', '.join(get_args(Implementation))}, not "
+            f"{implementation!r}"
         )
     if implementation == "auto":
         mask = {"causal": causal, "window": window, "layout": layout}
@@ -331,7 +332,7 @@ def _fold_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     is_other = isinstance(scale, bool | str | Tensor)  # a tensor may want a gradient
     number = nan if is_other else q.shape[-1] ** -0.5 if scale is None else float(scale)
     if not isfinite(number):
-        raise ValueError(f"context attention: scale is a finite number, or None for 1 / sqrt(size), not {scale!r}")
+        raise ValueError(f"context attention: scale must be a finite number, or None for 1 / sqrt(size), not {scale!r}")
     if number > 0:
         return q, number
     return (-q, -number) if number < 0 else (q * 0, 1.0)
@@ -361,7 +362,7 @@ def _require_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> N
         raise ValueError(f"context attention takes {', '.join(map(str, DTYPES))}, not {q.dtype}: convert q, k and v")
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.device != q.device or not sinks.is_floating_point()):
         raise ValueError(
-            f"context attention: sinks are [{q.shape[1]}] floating-point numbers on {q.device}, not {sinks.dtype} "
+            f"context attention: sinks must be [{q.shape[1]}] floating-point numbers on {q.device}, not {sinks.dtype} "
             f"{list(sinks.shape)} on {sinks.device}"
         )
 
@@ -384,11 +385,11 @@ def _require_mask(
             'context attention: layout="balanced" is of causal attention: give causal=True, or layout="contiguous"'
         )
     if not isinstance(causal, bool):
-        raise ValueError(f"context attention: causal is True or False, not {causal!r:.40}")
+        raise ValueError(f"context attention: causal must be True or False, not {causal!r:.40}")
     is_whole = isinstance(to_whole(window), int) and not isinstance(window, bool)
     if window is not None and (not causal or not is_whole or window < 1):
         raise ValueError(
-            f"context attention: a window is 1 or more positions and needs causal=True, not {window} with "
+            f"context attention: a window must be 1 or more positions and needs causal=True, not {window} with "
             f"causal={causal}"
         )
     if documents is not None and (

@@ -101,7 +101,7 @@ class _Span(NamedTuple):
 def require_layout(layout: str, length: int) -> None:
     """ValueError for an unknown layout, or a length that it cannot cut."""
     if layout not in get_args(Layout):
-        raise ValueError(f"context attention: layout is {', '.join(get_args(Layout))}, not {layout!r}")
+        raise ValueError(f"context attention: layout must be one of {', '.join(get_args(Layout))}, not {layout!r}")
     if layout == "zigzag" and length % 2:
         raise ValueError(
             f"context attention: in the zigzag layout a rank has two equal chunks, and {length} positions make none: "

@@ -64,9 +64,9 @@ def paged_attention(
     require_no_gradients("paged_attention", q, key_cache, value_cache)
     window = to_whole(window)
     if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"paged_attention: window is a number of tokens from 1 on, or None, not {window!r}")
+        raise ValueError(f"paged_attention: window must be a number of tokens from 1 on, or None, not {window!r}")
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is {', '.join(map(repr, IMPLEMENTATIONS))}, not {implementation!r}")
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}")
     scale = max(q.shape[-1:].numel(), 1) ** -0.5 if scale is None else float(scale)
     inputs = q, key_cache, value_cache, block_table, lengths, query_offsets
     return _call(*inputs, scale, window or 0, invariant, implementation)
@@ -232,7 +232,7 @@ def _require(call: PagedCall) -> None:
         )
     for name, one in (("key_cache", key_cache), ("value_cache", value_cache)):
         if one.dtype != q.dtype or one.device != q.device:
-            raise ValueError(f"paged_attention: {name} is of {q.dtype} on {q.device}, not {describe_tensor(one)}")
+            raise ValueError(f"paged_attention: {name} must be of {q.dtype} on {q.device}, not {describe_tensor(one)}")
         if one.stride(3) != 1:
             raise ValueError(f"paged_attention: the last dim of {name} is contiguous, not of strides {one.stride()}")
     if q.dtype not in DTYPES or not q.is_contiguous():
@@ -251,7 +251,7 @@ def _require(call: PagedCall) -> None:
     for name, (one, shape) in shapes.items():
         if one.shape != shape or one.dtype != torch.int32 or one.device != q.device or not one.is_contiguous():
             wanted = f"int32 {list(shape)} on {q.device}, contiguous"
-            raise ValueError(f"paged_attention: {name} is {wanted}, not {describe_tensor(one)}")
+            raise ValueError(f"paged_attention: {name} must be {wanted}, not {describe_tensor(one)}")
 
 
 def _require_places(call: PagedCall) -> None:

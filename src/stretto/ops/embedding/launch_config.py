@@ -44,7 +44,7 @@ class LaunchConfig(NamedTuple):
         """Return the config itself. ValueError for one that no kernel can be launched with."""
         for name, value in (("bags", self.bags), ("rows", self.rows), ("slice", self.slice)):
             if value < 1 or value & (value - 1):
-                raise ValueError(f"a launch config's {name} is a power of two, not {value}")
+                raise ValueError(f"a launch config's {name} must be a power of two, not {value}")
         if self.slice < self.bags:
             raise ValueError(
                 f"a launch config's slice is of whole tiles: {self.slice} samples are fewer than {self.bags} bags"
@@ -54,7 +54,7 @@ class LaunchConfig(NamedTuple):
                 f"a launch config has 1 program or more of 1, 2, 4 or 8 warps, not {self.programs}, {self.num_warps}"
             )
         if self.order not in ORDERS:
-            raise ValueError(f"a launch config's order is one of {', '.join(ORDERS)}, not {self.order!r}")
+            raise ValueError(f"a launch config's order must be one of {', '.join(ORDERS)}, not {self.order!r}")
         return self
 
 

@@ -112,7 +112,7 @@ class EmbeddingAllToAll(nn.Module):
         error = ""
         try:
             if optimizer is not None and optimizer not in OPTIMIZERS:
-                raise ValueError(f"optimizer is None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
+                raise ValueError(f"optimizer must be None or one of {', '.join(OPTIMIZERS)}, not {optimizer!r}")
             if optimizer is not None and sparse:
                 raise ValueError(f"optimizer={optimizer!r} makes no gradients, so none can be sparse: leave sparse out")
             require_mode(mode)

@@ -42,7 +42,7 @@ def invariant_matmul(x: Tensor, weight: Tensor, *, bias: Tensor | None = None, l
     that are not invariant. ValueError for other input, and for a k that the leaves do not divide.
     """
     if leaves not in (1, 2, 4, LEAVES):
-        raise ValueError(f"invariant_matmul: leaves are 1, 2, 4 or {LEAVES}, not {leaves!r}")
+        raise ValueError(f"invariant_matmul: leaves must be 1, 2, 4 or {LEAVES}, not {leaves!r}")
     rows = flatten_rows("invariant_matmul", x)
     return restore_dims(_call(rows, weight, bias, "", f"local {leaves}", "sum-of-losses", "auto"), x, x.shape[0])
 

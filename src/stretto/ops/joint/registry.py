@@ -65,7 +65,7 @@ def name_schedule(operator: str, schedule: str | Schedule, how: str, ranks: int)
     made = _compile(operator, schedule, ranks) if isinstance(schedule, str) else schedule
     if not isinstance(made, Schedule):
         compiled = f": its .compile(ranks={ranks}, ...)" if isinstance(made, Algorithm) else ""
-        raise ValueError(f"{operator}: schedule is an algorithm's name or a compiled Schedule, not {made!r}{compiled}")
+        raise ValueError(f"{operator}: schedule must be an algorithm's name or a Schedule, not {made!r}{compiled}")
     return _register(operator, made, ranks)
 
 

@@ -66,7 +66,7 @@ def find_activation(activation: Activation) -> Callable[[Tensor], Tensor]:
     if not isinstance(activation, str):
         return activation
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is a function or one of {', '.join(ACTIVATIONS)}, not {activation!r}")
+        raise ValueError(f"activation must be a function or one of {', '.join(ACTIVATIONS)}, not {activation!r}")
     return ACTIVATIONS[activation]
 
 

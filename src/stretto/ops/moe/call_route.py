@@ -103,7 +103,7 @@ def check_call(
 ) -> RouteCall:
     """Check the arguments of a call that sends tokens, and select its implementation. ValueError for wrong ones."""
     if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f'{operator}: implementation is "auto", "kernel" or "library", not {implementation!r}')
+        raise ValueError(f'{operator}: implementation must be "auto", "kernel" or "library", not {implementation!r}')
     require_tokens(operator, x, topk_ids, num_experts)
     if topk_weights is not None:
         require_weighted(operator, x, topk_weights, topk_ids.shape)

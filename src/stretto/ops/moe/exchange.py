@@ -132,7 +132,7 @@ def dispatch(
     other shapes, dtypes and numbers of experts, and if ranks make different calls.
     """
     if reduce not in get_args(Reduce):
-        raise ValueError(f'dispatch: reduce is "rank" or "choice", not {reduce!r}')
+        raise ValueError(f'dispatch: reduce must be "rank" or "choice", not {reduce!r}')
     route_call = check_call(
         "dispatch", x, topk_ids, topk_weights, num_experts, group, gather_group, max_rows, wrap_collective,
         implementation, schedule,

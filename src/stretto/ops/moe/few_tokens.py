@@ -143,12 +143,12 @@ def dispatch_few(
             "dispatch_few has no gradients: call it under torch.no_grad(), detach its operands, or take dispatch"
         )
     if type(max_tokens) is not int or not 1 <= max_tokens <= MAX_TOKENS:
-        raise ValueError(f"dispatch_few: max_tokens is 1 to {MAX_TOKENS}, not {max_tokens!r}: for more take dispatch")
+        raise ValueError(f"dispatch_few: max_tokens must be 1 to {MAX_TOKENS}, not {max_tokens!r}; dispatch takes more")
     if t > max_tokens:
         advice = f"give max_tokens={t} on all ranks" if t <= MAX_TOKENS else "take dispatch, which has no limit"
         raise ValueError(f"dispatch_few: this rank has {t} tokens, more than max_tokens={max_tokens}: {advice}")
     if payload not in (None, FP8):
-        raise ValueError(f"dispatch_few: payload is None, for x's dtype, or {FP8}, not {payload}")
+        raise ValueError(f"dispatch_few: payload must be None, for x's dtype, or {FP8}, not {payload}")
     if route_call.group is None:
         rows = _round(x, payload)
         order = sort_by_expert(topk_ids, num_experts)

@@ -85,8 +85,8 @@ def unpermute(rows: Tensor, positions: Tensor, topk_weights: Tensor) -> Tensor:
     is_2d = positions.dim() == 2 and positions.shape[1] > 0
     if not is_2d or positions.dtype not in (torch.int64, torch.int32) or positions.device != rows.device:
         raise ValueError(
-            f"unpermute: positions is int64 or int32 [t, k], k of 1 or more, on {rows.device}, not {positions.dtype} "
-            f"{list(positions.shape)} on {positions.device}"
+            f"unpermute: positions must be int64 or int32 [t, k], k of 1 or more, on {rows.device}, not "
+            f"{positions.dtype} {list(positions.shape)} on {positions.device}"
         )
     require_weighted("unpermute", rows, topk_weights, positions.shape)
     if rows.shape[0] < positions.numel():
@@ -246,11 +246,11 @@ def require_tokens(operator: str, x: Tensor, topk_ids: Tensor, num_experts: int)
     if x.dtype not in DTYPES:
         raise ValueError(f"{operator} takes x of {', '.join(map(str, DTYPES))}, not {x.dtype}")
     if topk_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{operator}: topk_ids is torch.int64 or torch.int32, not {topk_ids.dtype}: convert it")
+        raise ValueError(f"{operator}: topk_ids must be torch.int64 or torch.int32, not {topk_ids.dtype}: convert it")
     if topk_ids.device != x.device:
         raise ValueError(f"{operator}: x is on {x.device} and topk_ids on {topk_ids.device}: move one of them")
     if not isinstance(to_whole(num_experts), int | torch.SymInt):
-        raise ValueError(f"{operator}: num_experts is a whole number, not {num_experts!r}")
+        raise ValueError(f"{operator}: num_experts must be a whole number, not {num_experts!r}")
     if not 1 <= topk_ids.shape[1] <= num_experts:
         raise ValueError(
             f"{operator}: topk_ids has {topk_ids.shape[1]} experts a token (its second dim), and there are "

@@ -86,7 +86,7 @@ def invariant_norm(
     for name, one in (("weight", weight), ("bias", bias)):
         if one is not None and (one.shape != x.shape[-1:] or not one.is_floating_point() or one.device != x.device):
             wanted = f"[{x.shape[-1]}] of a floating-point dtype on {x.device}"
-            raise ValueError(f"invariant_norm: {name} is {wanted}, not {describe_tensor(one)}")
+            raise ValueError(f"invariant_norm: {name} must be {wanted}, not {describe_tensor(one)}")
     return _exact_norm(x, weight, bias, float(eps), norm, float(offset))
 
 
@@ -138,7 +138,7 @@ def require_norm(operator: str, norm: str, eps: float) -> None:
     """ValueError for a norm that is unknown, or divides by zero."""
     require_one_of(NORMS, f"{operator}: ", norm=norm)
     if not isinstance(eps, int | float) or not 0 <= eps < 1:
-        raise ValueError(f"{operator}: eps is a number from 0 to 1, such as 1e-6, not {eps!r}")
+        raise ValueError(f"{operator}: eps must be a number from 0 to 1, such as 1e-6, not {eps!r}")
 
 
 def require_norm_operands(operator: str, x: Tensor, m: int, n: int, operands: NormOperands) -> None:

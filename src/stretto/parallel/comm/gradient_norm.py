@@ -65,7 +65,7 @@ def _gradients(parameters: Tensor | Iterable[Tensor]) -> list[tuple[ParameterLay
                 found.append((layout_of(parameter), gradient._local_tensor))
         except TypeError as error:
             raise TypeError(
-                f"parameters are tensors, of model.parameters(), not {parameters!r:.60}: {error}"
+                f"parameters must be tensors, of model.parameters(), not {parameters!r:.60}: {error}"
             ) from error
     return found
 

@@ -40,7 +40,7 @@ def cut_sequences(
     layout = layout or (used[0] if used else "zigzag")
     if layout not in get_args(Layout) or (layout == "balanced") != (documents is not None):
         raise ValueError(
-            f'cut_sequences: layout is "zigzag" or "contiguous", or "balanced" with documents, not {layout!r} '
+            f'cut_sequences: layout must be "zigzag" or "contiguous", or "balanced" with documents, not {layout!r} '
             f"with{'out' if documents is None else ''} documents"
         )
     if layout != "contiguous" and used == ["contiguous"]:

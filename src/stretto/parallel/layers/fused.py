@@ -48,7 +48,7 @@ def rotate_heads(qkv: Tensor, angles: Angles, queries_per_group: int) -> tuple[T
     """
     if qkv.dim() != 5 or qkv.shape[3] != queries_per_group + 2 or qkv.shape[4] % 2:
         raise ValueError(
-            f"qkv is [batch, seq, groups, {queries_per_group} + 2, head_dim], head_dim even, not {list(qkv.shape)}"
+            f"qkv must be [batch, seq, groups, {queries_per_group} + 2, head_dim], head_dim even, not {list(qkv.shape)}"
         )
     if angles[0].dim() == 3 and angles[0].shape[:2] == angles[1].shape[:2] == qkv.shape[:2]:  # as of one row
         rows = rotate_heads(

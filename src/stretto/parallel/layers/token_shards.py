@@ -67,7 +67,7 @@ class TokenShards:
     def note(self, shape: torch.Size) -> None:
         """Begin a batch of ids [batch, seq]. ValueError for one whose tokens the ranks cannot divide equally."""
         if len(shape) != 2:
-            raise ValueError(f"with sequence sharding, token ids are [batch, seq], not {list(shape)}")
+            raise ValueError(f"with sequence sharding, token ids must be [batch, seq], not {list(shape)}")
         tokens, ranks = shape[0] * shape[1], self.group.size()
         if tokens % ranks:
             nearest = max(1, round(tokens / ranks)) * ranks

@@ -99,7 +99,7 @@ class Role:
         if isinstance(value, str):
             return cls(value)
         if not isinstance(value, Mapping) or "role" not in value:
-            raise ValueError(f"a role is a name or a mapping with the key 'role', not {value!r}")
+            raise ValueError(f"a role must be a name or a mapping with the key 'role', not {value!r}")
         known = [field.name for field in fields(cls) if field.init]
         for key in value:
             if key not in known:

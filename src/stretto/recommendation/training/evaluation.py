@@ -45,7 +45,7 @@ def roc_auc(scores: Tensor, labels: Tensor) -> float | None:
     mean rank. Raises ValueError unless there is one label for each score.
     """
     if scores.dim() != 1 or scores.shape != labels.shape:
-        raise ValueError(f"scores and labels are [samples] both, not {list(scores.shape)} and {list(labels.shape)}")
+        raise ValueError(f"scores and labels must be [samples] both, not {list(scores.shape)} and {list(labels.shape)}")
     labels = labels.bool()
     positives = int(labels.sum())
     negatives = len(labels) - positives

@@ -106,4 +106,4 @@ def _find_obstacle(n: int, operands: tuple[Tensor, ...]) -> str | None:
 
 def require_implementation(implementation: str) -> None:
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation is one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}")
+        raise ValueError(f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, not {implementation!r}")

@@ -104,7 +104,7 @@ def grouped_weight_gradient(
         )
     _require_alike("grouped_weight_gradient", ("grad", grad), ("rows", rows), offsets)
     if offsets.dim() != 1 or not len(offsets):
-        raise ValueError(f"grouped_weight_gradient: offsets is [experts + 1], not {list(offsets.shape)}")
+        raise ValueError(f"grouped_weight_gradient: offsets must be [experts + 1], not {list(offsets.shape)}")
     require_implementation(implementation)
     require_whole("grouped_weight_gradient: room", room, 0)
     require_places("grouped_weight_gradient", offsets, tokens, rows)
@@ -354,7 +354,7 @@ def require_places(operator: str, offsets: Tensor, tokens: Tensor | None, rows: 
     """ValueError for tokens that are not int32 [n], on the rows' device; on CPUs, for offsets and tokens outside."""
     if tokens is not None and (tokens.dtype != torch.int32 or tokens.dim() != 1 or tokens.device != rows.device):
         raise ValueError(
-            f"{operator}: tokens is torch.int32 [n] on {rows.device}, not {tokens.dtype} {list(tokens.shape)} on "
+            f"{operator}: tokens must be torch.int32 [n] on {rows.device}, not {tokens.dtype} {list(tokens.shape)} on "
             f"{tokens.device}"
         )
     if offsets.device.type != "cpu" or is_traced(offsets, tokens, rows):
@@ -392,7 +392,8 @@ def require_operands(operator: str, rows: Tensor, weight: Tensor, offsets: Tenso
     _require_alike(operator, ("rows", rows), ("weight", weight), offsets)
     if offsets.shape != (weight.shape[0] + 1,):
         raise ValueError(
-            f"{operator}: offsets for {weight.shape[0]} experts is [{weight.shape[0] + 1}], not {list(offsets.shape)}"
+            f"{operator}: offsets of {weight.shape[0]} experts must be [{weight.shape[0] + 1}], not "
+            f"{list(offsets.shape)}"
         )
 
 
@@ -405,7 +406,7 @@ def _require_alike(operator: str, first: tuple[str, Tensor], second: tuple[str, 
             f"{other.dtype}: convert one of them"
         )
     if offsets.dtype != torch.int32:
-        raise ValueError(f"{operator}: offsets is torch.int32, not {offsets.dtype}: convert it")
+        raise ValueError(f"{operator}: offsets must be torch.int32, not {offsets.dtype}: convert it")
     if not one.device == other.device == offsets.device:
         raise ValueError(
             f"{operator}: {name} is on {one.device}, {other_name} on {other.device} and offsets on {offsets.device}: "
