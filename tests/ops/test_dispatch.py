@@ -23,6 +23,7 @@ from stretto.ops.config import (
     decode,
     default_config,
     default_kernel,
+    find_refusal,
     require_config,
 )
 from stretto.ops.joint import launch as joint_module
@@ -59,6 +60,23 @@ def test_the_default_is_a_kernel_where_it_was_made_for_and_the_library_elsewhere
         assert default_config(call_of(operator, 64, dtype=torch.float32), HOPPER)[0] == LIBRARY
         assert default_config(call_of(operator, 64), HOPPER._replace(by_tma=False))[0] == LIBRARY
         assert default_config(call_of(operator, 64), Machine(108, False, False))[0] == LIBRARY
+
+
+@pytest.mark.parametrize(
+    ("change", "is_right"),
+    [
+        ({}, True),
+        ({"dtype": torch.float16}, True),
+        ({"dtype": torch.float32}, False),
+        ({"dtype": torch.float8_e4m3fn}, False),
+        ({"n": 12292}, False),
+        ({"k": 12292}, False),
+    ],
+)
+def test_kernels_of_experts_are_for_16_bits_and_sizes_that_8_divides(change, is_right):
+    call = call_of("all_gather_matmul", 512)._replace(experts=8, top_k=2, **change)
+    for machine in (HOPPER, Machine(0, True, False)):
+        assert (find_refusal(call, machine) == "") is is_right
 
 
 def test_more_rows_than_few_are_summed_by_a_schedule_and_of_one_rank_by_the_library():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stretto.cluster import Cluster
-from stretto.planner.inference import plan_inference
+from stretto.planner.inference import ONE_SHOT_SECONDS, plan_inference
 
 H200 = Cluster.preset("dgx-h200")
 WEIGHTS = 8_030_261_248 - 128_256 * 4096  # of llama-3-8b, without the embedding, of which a row is read
@@ -64,6 +64,13 @@ def test_the_fewest_gpus_that_answer_in_time_come_first() -> None:
     rates = [each.tokens_per_gpu for each in good]
     assert rates == sorted(rates, reverse=True)
     assert max(rates) == max(each.tokens_per_gpu for each in found if each.token.total <= 3e-3)
+
+
+@pytest.mark.parametrize("x", [2, 8])
+def test_each_block_sums_two_outputs_over_x_and_a_token_is_chosen_by_four_sums(x: int) -> None:
+    (found,) = (each for each in plan(gpus=x) if each.grid["x"] == x)
+    moved = (x - 1) * (64 * 2 * 4096 + 4 * 16) / 450e9
+    assert found.token.communication == pytest.approx(68 * ONE_SHOT_SECONDS + moved, rel=0.02)
 
 
 def test_sums_cost_more_over_pci_express_than_over_nvlink_and_experts_read_those_that_are_chosen() -> None:

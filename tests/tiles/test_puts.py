@@ -49,7 +49,11 @@ def gather(proxy, sizes):
         if len(posted) != (3 if proxy == "native" else 1) or not all(posted):
             wrong.append(posted)
     wrong += [key for lane in endpoint.lanes if proxy == "native" for key in lane._kept if isinstance(key, int)]
-    with PutChannel.allocate(slots=1, slot_bytes=16, timeout=60.0, backend="host") as channel:
+    with PutChannel.allocate(slots=1, slot_bytes=16, timeout=60.0, backend="host") as channel:  # another region
+        out = torch.full((world, 4), -1, dtype=torch.int32)
+        channel.all_gather(torch.full((4,), rank, dtype=torch.int32), out)
+        wrong += [] if torch.equal(out, torch.arange(world, dtype=torch.int32)[:, None].expand(-1, 4)) else [out]
+        channel.check()
         dist.barrier()
         endpoint.lanes[len(endpoint.lanes) // 2].close(0.0)  # with any lane its peers are lost
         with pytest.raises(PeerError, match="has lost"):
