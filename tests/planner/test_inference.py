@@ -55,6 +55,15 @@ def test_the_cache_takes_what_weights_leave_and_x_shares_it() -> None:
     assert not plan("llama-2-70b")[0].fits  # 138 GB of weights
 
 
+def test_the_rank_with_most_requests_must_hold_them() -> None:
+    room = plan()[0].cache_tokens
+    length = int(room / 1.6)  # 3.2 requests' tokens on two ranks, but one of the ranks has two of three requests
+    by_data = {each.grid["data"]: each for each in plan(batch=3, gpus=2, prompts=[2048], contexts=[length])}
+    assert by_data[2].cache_tokens > 3 * length
+    assert not by_data[2].fits
+    assert by_data[1].fits
+
+
 def test_the_fewest_gpus_that_answer_in_time_come_first() -> None:
     found = plan(batch=64, gpus=None, token_seconds=3e-3)
     assert {each.gpus for each in found} == {1, 2, 4, 8}

@@ -163,16 +163,16 @@ def _predict(
     )
     token = rank.decode(requests, context)
     gpus = grid.data * grid.x
-    tokens = rank.cache_tokens(requests) * grid.data
+    of_rank = rank.cache_tokens(requests)
     return InferencePlan(
         grid=grid.sizes(),
         gpus=gpus,
         first_token=first,
         token=token,
         tokens_per_gpu=batch / token.total / gpus,
-        cache_tokens=tokens,
+        cache_tokens=of_rank * grid.data,
         weights=rank.weights,
-        fits=tokens >= batch * max(*lengths.contexts, *lengths.prompts),
+        fits=of_rank >= requests * lengths.longest,
         meets=token_seconds is None or token.total <= token_seconds,
     )
 

@@ -95,7 +95,7 @@ class _HeadLoss(torch.autograd.Function):
             else:
                 logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
             is_valid = targets[part] != IGNORED_TARGET
-            scales = torch.where(is_valid, scale, 0) if grad_hidden is not None else None  # of no targets it is inf
+            scales = torch.where(is_valid, scale, 0) if grad_hidden is not None else None  # it is inf of none
             own_targets, group = targets[part] - head.first_row, head.grid.communicator("x")
             if has_kernels:
                 loss = _cross_entropy_by_kernels(logits, own_targets, scales, rows, group)
@@ -276,15 +276,8 @@ def _mean_over_batch(total: Tensor, count: Tensor | int, grid: Grid, *, is_avera
     counts = (
         count.to(total.device, copy=True) if isinstance(count, Tensor) else torch.full((), count, device=total.device)
     )
-    group = grid.communicator(LOSS)
-    return _SumOverLossGroup.apply(_divide(total, all_reduce(counts, group)), group, is_averaged)
-
-
-def _divide(total: Tensor, count: Tensor | int) -> Tensor:
-    """A mean over targets: of none it is NaN, and its gradients are zeros, as those of torch's cross-entropy."""
-    if not isinstance(count, Tensor):
-        count = torch.full((), count, device=total.device)
-    return total.masked_fill(count == 0, 0) / count
+    part, group = total / all_reduce(counts, grid.communicator(LOSS)), grid.communicator(LOSS)
+    return _SumOverLossGroup.apply(part, group, is_averaged)
 
 
 def is_mean_over_batch(loss: Tensor) -> bool:
@@ -430,7 +423,7 @@ class ParallelLoss(nn.Module):
         if num_targets is None:
             num_targets = all_reduce((targets != IGNORED_TARGET).sum(), loss_group)
         if hidden is None:  # the model's forward has no targets: these are whole logits
-            return _SumOverLossGroup.apply(_divide(_sum_of_losses(logits, targets), num_targets), loss_group, averages)
+            return _SumOverLossGroup.apply(_sum_of_losses(logits, targets) / num_targets, loss_group, averages)
         precision = head.plan.shard.precision
         hidden = precision.cast_operand(hidden).flatten(0, -2)
         if head.plan.tokens is not None:
@@ -462,7 +455,7 @@ class LossOfRows(nn.Module):
         if num_targets is None:
             count = (targets != IGNORED_TARGET).sum()
             return _mean_over_batch(total, count, self.grid, is_averaged=self.is_averaged)
-        return _SumOverLossGroup.apply(_divide(total, num_targets), self.grid.communicator(LOSS), self.is_averaged)
+        return _SumOverLossGroup.apply(total / num_targets, self.grid.communicator(LOSS), self.is_averaged)
 
 
 def covers_batch(loss: Tensor) -> bool:

@@ -77,8 +77,9 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
         shown = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {shown}") from None
     nodes = {node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: _by_id(each[0]))}
-    devices = [node for node, about in nodes.items() if str(about.get("kind", "device")) not in ("switch", "nic")]
-    others = [node for node in nodes if node not in set(devices)]
+    devices, others = list[Any](), list[Any]()
+    for node, about in nodes.items():
+        (others if str(about.get("kind", "device")) in ("switch", "nic") else devices).append(node)
     numbers = {node: number for number, node in enumerate([*devices, *others])}
     links = []
     for source, target, about in graph.edges(data=True):
