@@ -122,7 +122,7 @@ def name_node(rank: int, world_size: int, environment: Mapping[str, str] = os.en
 
 
 def require_declared(names: Sequence[str]) -> None:
-    """Raise ValueError if a rank's STRETTO_NODES declares no nodes of the job, or one machine's ranks have different ones.
+    """Raise ValueError if a rank's STRETTO_NODES declares no nodes of the job, or one machine's ranks differ.
 
     Their nodes would be neither one's. names: of the ranks' nodes, in the order of ranks.
     """
