@@ -163,9 +163,10 @@ def seeded(make: Callable[..., nn.Module], *args: Any) -> nn.Module:
         (hugging_face.llama, (True,), {"x": 2}, {"shard_sequence": True}),
         (hugging_face.qwen2, (False,), {"z": 2}, {"reduce_dtype": torch.float32}),
         (hugging_face.causal_lm, ("qwen3_moe",), {"y": 2}, {}),
+        (hugging_face.llama, (True,), {"context": 2}, {}),
         pytest.param(hugging_face.llama, (True,), {"z": 2}, {"blocks": ["model.layers.*"]}, marks=pytest.mark.long),
     ],
-    ids=["x", "z", "experts", "blocks"],
+    ids=["x", "z", "experts", "context", "blocks"],
 )
 def test_gradients_under_autocast_of_fp32_weights_are_as_exact_as_in_plain_pytorch(ranks, make, args, sizes, options):
     found = ranks(2).run(errors_under_autocast, partial(seeded, make, *args), sizes, options)

@@ -44,6 +44,7 @@ from stretto.parallel.context.cutting import (
 from stretto.parallel.context.linear_attention import LinearAttentionParts
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.dropout import ParallelDropout
+from stretto.parallel.precision import Precision
 
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
@@ -277,6 +278,7 @@ class SequenceParts:
         [documents + 1]. layout: None for the model's. is_gathered: whether keys and values are
         of latents that `_gather_latents` has brought.
         """
+        query, key, value = map(Precision().cast_operand, (query, key, value))  # as torch's attention under autocast
         if is_gathered:
             self._reads_documents |= documents is not None
             mask = _make_mask(documents)
