@@ -156,8 +156,8 @@ class ParallelNorm(ShardedModule):
             check_features(x, self.axis, self.name)
         if self.precision.compute is not None:
             x = self.precision.cast(x)
-        elif torch.is_autocast_enabled(x.device.type):  # which has norms in fp32
-            x = x.to(statistics_dtype(x))
+        elif torch.is_autocast_enabled(x.device.type) and isinstance(own := self.weight, Tensor):
+            x = x.to(torch.promote_types(x.dtype, own.dtype))  # autocast rounds no norm's weights
         weight, bias = (self.local_tensors() if x.ndim > 1 else None) or self._parts()
         eps = self.eps if self.eps is not None else self._eps_of(x)
         if self.is_invariant:
