@@ -2,11 +2,13 @@
 """Products whose rows have the same bits in every batch and on every number of ranks, which may be a trainer's."""
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from tests.ops.operands import random_of
+from torch.nn import functional
 
 from stretto import ops
 from stretto.ops.gemm import Blocks
@@ -162,6 +164,27 @@ def multiply_leaves():
 
 def test_the_kernel_adds_leaves_by_a_tree(interpret):
     assert interpret(1, multiply_leaves) == [[True] * 30]
+
+
+@pytest.mark.parametrize(("rows", "scale", "expected"), [(1024, 1.0, 1), (1024, 1.001, 0), (1023, 1.0, 0)])
+def test_the_library_multiplies_where_its_bits_are_proved(monkeypatch, rows, scale, expected):
+    calls = []
+    x, weight = random_of(1, rows, 8), random_of(2, 16, 8)
+
+    def multiply(_, x, weight):
+        calls.append(len(x))
+        return scale * functional.linear(x, weight)
+
+    monkeypatch.setattr(kernels, "find_wide", lambda *_: "a config")
+    monkeypatch.setattr(kernels, "_multiply_wide", multiply)
+    monkeypatch.setattr(kernels, "_HAS_BITS", {})
+    for _ in range(3):
+        assert torch.equal(kernels.multiply_leaves(x, weight, None, 1, x.dtype), scale * functional.linear(x, weight))
+    count = len(calls)
+    assert count == 4 - 3 * expected - (rows == 1023)  # one tries it
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        kernels.multiply_leaves(x[:, :4].contiguous(), weight[:, :4].contiguous(), None, 1, x.dtype)
+    assert len(calls) == count + 1  # nothing is tried in a capture
 
 
 def differentiate():

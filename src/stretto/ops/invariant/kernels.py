@@ -172,16 +172,21 @@ def _multiply_wide(config: GroupedConfig, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _library_has_bits(config: GroupedConfig, x: Tensor, weight: Tensor) -> bool:
-    """True if the library's product of these sizes is faster and has the kernel's bits: one order of additions along k.
+    """True if the library's product of these sizes has the kernel's bits: one order of additions along k. It is faster.
 
-    Tried once, with random rows, where the host may wait: of some 10^7 results another order changes most, and some
-    thousands after they are rounded. What is chosen changes no bit, so ranks need not agree on it.
+    Tried once a process, with random rows, where the host may wait: of some 10^7 results another order changes most,
+    and thousands after they are rounded. What is chosen changes no bit, so ranks need not agree on it.
     """
-    sizes = len(x), *weight.shape, weight.stride(), x.dtype, x.device, torch.backends.cuda.preferred_blas_library()
-    is_known = sizes in _HAS_BITS or len(x) % _LIBRARY_ROWS or torch.cuda.is_current_stream_capturing()
-    if not is_known and (weight.count_nonzero() > weight.numel() // 2):
+    library = torch.backends.cuda
+    settings = library.preferred_blas_library(), library.matmul.allow_bf16_reduced_precision_reduction
+    sizes = len(x), *weight.shape, weight.stride(), x.dtype, x.device, *settings
+    if len(x) % _LIBRARY_ROWS or torch.is_autocast_enabled(x.device.type):  # which would cast
+        return False
+    if sizes not in _HAS_BITS and not torch.cuda.is_current_stream_capturing():
         rows = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
-        _HAS_BITS[sizes] = torch.equal(_multiply_wide(config, rows, weight), functional.linear(rows, weight))
+        shows_order = int(weight.count_nonzero()) > weight.numel() // 2
+        same = shows_order and torch.equal(_multiply_wide(config, rows, weight), functional.linear(rows, weight))
+        _HAS_BITS[sizes] = same
     return _HAS_BITS.get(sizes, False)
 
 
