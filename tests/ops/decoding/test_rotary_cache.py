@@ -100,7 +100,7 @@ def attend(cases, lengths=(270, 1, 70, 64, 129), device="cpu"):
 
 def test_one_launch_rotates_stores_attends_and_merges(interpret):
     ((error, same),) = interpret(1, attend, NEW)
-    assert error <= 4
+    assert error <= 10  # of fp32, invariant weights are rounded to 2^-23 of their tile's largest
     assert all(same)
 
 

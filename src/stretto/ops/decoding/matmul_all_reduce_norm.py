@@ -25,6 +25,7 @@ from stretto.ops.operands import (
     takes_tensors,
 )
 from stretto.ops.operator import abandon, count_product_flops, define_operator, find_group, find_name, require_agreement
+from stretto.ops.prediction import FEW_ROWS
 from stretto.ops.row_sums.kernel import SumOperands, add_in_parts, count_rows_at_a_time, launch_sums
 from stretto.ops.row_sums.norm import (
     MAX_COLUMNS,
@@ -196,7 +197,7 @@ def multiply_sum_norm(
             return multiply_and_sum("matmul_all_reduce_norm", "push", x[rows], weight, leaves, sums, group, norm)
 
         return add_in_parts(add, m, count_rows_at_a_time(n, torch.float32, world))
-    if world == 1 and can_launch(x) and n <= MAX_COLUMNS:
+    if world == 1 and m <= FEW_ROWS and can_launch(x) and n <= MAX_COLUMNS:
         return add_norm(multiply_in_parts(x, weight, leaves), operands, norm)
     total = multiply_all_reduce(x, weight, operands.bias, group, "sum-of-losses", "library")
     return add_norm(total, operands._replace(bias=None), norm)

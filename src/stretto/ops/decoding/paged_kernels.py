@@ -325,10 +325,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores - tl.expand_dims(base, 1 - axis))
     shrink = tl.exp2(most - base)
     if shape.split > 0:
-        # Integers have one sum, however a layout adds them up. The tile's largest weight has 24 bits or so.
-        bits = 24.0 - tl.maximum(tl.ceil(top - base), -64.0)
-        units = tl.fma(weights, tl.expand_dims(tl.exp2(bits), 1 - axis), 0.5).to(tl.int32)
-        total = total * shrink + tl.sum(units, 1 - axis).to(tl.float32) * tl.exp2(-bits)
+        # Integers have one sum, however a layout adds them up. The tile's largest weight has 23 bits or so; added to
+        # 2^23 they are a number's last, and no slow conversion is needed.
+        bits = 23.0 - tl.maximum(tl.ceil(top - base), -64.0)
+        units = tl.fma(weights, tl.expand_dims(tl.exp2(bits), 1 - axis), 8388608.0).to(tl.int32, bitcast=True)
+        total = total * shrink + tl.sum(units - 0x4B000000, 1 - axis).to(tl.float32) * tl.exp2(-bits)
     else:
         total = total * shrink + tl.sum(weights, 1 - axis)
     out = out * tl.expand_dims(shrink, 1 - axis)
@@ -347,7 +348,7 @@ def _merge(one, other, IS_TURNED: tl.constexpr):  # type: ignore[no-untyped-def]
     base = tl.where(larger == float("-inf"), 0.0, larger)
     first, second = tl.exp2(one[0] - base), tl.exp2(other[0] - base)
     total = one[1] * first + other[1] * second
-    out = one[2] * tl.expand_dims(first, axis) + other[2] * tl.expand_dims(second, axis)
+    out = tl.fma(one[2], tl.expand_dims(first, axis), other[2] * tl.expand_dims(second, axis))
     return larger, total, out
 
 
@@ -421,6 +422,9 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
     sequence = program // parts // cache.kv_heads
     first, count = _count_tokens(cache.offsets, sequence)
     length = tl.load(cache.lengths + sequence)
+    pages = cache.table + sequence.to(tl.int64) * cache.width
+    # Adds 0, as no page is negative: the first pages are on their way while the length is.
+    length += ((tl.load(pages) < 0) & (length > 0)).to(tl.int32)
     low, high = _find_used(shape, length, splits)
     own = low + part
     if (count == 1) & ((own < high) | ((part == 0) & (low >= high))):
@@ -430,7 +434,6 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
         heads = cache.kv_heads * shape.group
         inside = (row < shape.group)[:, None] & (dims < shape.size)[None, :]
         at = (first.to(tl.int64) * heads + head)[:, None] * shape.size + dims[None, :]
-        pages = cache.table + sequence.to(tl.int64) * cache.width
         if new is None:
             queries = tl.load(q + at, mask=inside, other=0)
         else:

@@ -119,9 +119,9 @@ def sum_expert_leaves(tiles, leaves, a, b, offsets, out):  # type: ignore[no-unt
             total = tl.dot(x, y, total, input_precision=tiles.precision)
             if leaves.count > 1:  # noqa: SIM102 - known when it is compiled
                 if step % leaves.steps == leaves.steps - 1:
-                    one, two, four = add_leaf(leaves, step // leaves.steps, total, one, two, four)
+                    one, two, four = add_leaf(leaves.count, step // leaves.steps, total, one, two, four)
                     total = tl.zeros((tiles.block_m, tiles.block_n), tl.float32)
         if leaves.count > 1:
-            total = one
+            total = four if leaves.count == 8 else two
         place = rows.to(tl.int64) * tiles.n + columns
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(rows < end) & (columns < tiles.n))

@@ -46,6 +46,8 @@ _HOPPER_BYTES = 227 << 10  # that a block may have
 _BUSY = 0.7  # the part of the multiprocessors that should have a tile of few rows
 _DEEPEST = 12  # stages of a tile of few rows
 _BARRIER_BYTES = 8 << 10  # of shared memory, beside the stages of a tile of few rows
+_LIBRARY_ROWS = 1024  # of whose multiples it is tried whether the library's products have the same bits
+_HAS_BITS: dict[tuple[Any, ...], bool] = {}
 
 
 class Leaves(NamedTuple):
@@ -113,8 +115,7 @@ def choose_tile(
         blocks = choose_blocks(m, n, leaf, itemsize, processors, has_one_leaf=leaves == 1, shared=shared)
         if blocks.n == 256:  # by TMA, two programs a multiprocessor are faster than a wider tile
             blocks = blocks._replace(n=128, num_warps=4, num_stages=3)
-        # Of 8 leaves, registers do not hold all sums that wait in a tile; of 4 they do.
-        return Tile(blocks, 2 if takes_parts and processors and leaves == 8 else 1)
+        return Tile(blocks)
     height, count, parts = max(16, triton.next_power_of_2(m)), divide_up(n, 64), 1
     while takes_parts and parts < leaves and parts * count <= processors:
         parts *= 2
@@ -156,11 +157,37 @@ def multiply_leaves(
     """[m, n] of dtype: this rank's product, + bias."""
     if tile is None and leaves == 1 and bias is None and dtype == x.dtype:
         config = find_wide(x, weight)
-        if config is not None:  # grouped products, of one group: of the same order of additions, and faster
-            offsets = torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device)
-            return multiply(config, x, weight[None], offsets)
+        if config is not None:
+            if _library_has_bits(config, x, weight):
+                return functional.linear(x, weight)
+            return _multiply_wide(config, x, weight)
     x, weight = pad_leaves(x, weight, leaves)
     return _multiply(x, weight, bias, leaves, dtype, tile or _find_tile(x, weight, leaves, takes_parts=False))
+
+
+def _multiply_wide(config: GroupedConfig, x: Tensor, weight: Tensor) -> Tensor:
+    """By the kernel of grouped products, of one group: of the same order of additions, and faster."""
+    offsets = torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device)
+    return multiply(config, x, weight[None], offsets)
+
+
+def _library_has_bits(config: GroupedConfig, x: Tensor, weight: Tensor) -> bool:
+    """True if the library's product of these sizes has the kernel's bits: one order of additions along k. It is faster.
+
+    Tried once a process, with random rows, where the host may wait: of some 10^7 results another order changes most,
+    and thousands after they are rounded. What is chosen changes no bit, so ranks need not agree on it.
+    """
+    library = torch.backends.cuda
+    settings = library.preferred_blas_library(), library.matmul.allow_bf16_reduced_precision_reduction
+    sizes = len(x), *weight.shape, weight.stride(), x.dtype, x.device, *settings
+    if len(x) % _LIBRARY_ROWS or torch.is_autocast_enabled(x.device.type):  # which would cast
+        return False
+    if sizes not in _HAS_BITS and not torch.cuda.is_current_stream_capturing():
+        rows = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
+        shows_order = int(weight.count_nonzero()) > weight.numel() // 2
+        same = shows_order and torch.equal(_multiply_wide(config, rows, weight), functional.linear(rows, weight))
+        _HAS_BITS[sizes] = same
+    return _HAS_BITS.get(sizes, False)
 
 
 def find_wide(x: Tensor, weight: Tensor) -> GroupedConfig | None:
@@ -294,23 +321,35 @@ def sum_leaves(channel, gemm, leaves, exchange, a, b, staging, bias, out):  # ty
 
 @triton.jit
 def _multiply_tree(gemm, leaves, a, b, row, column, begin):  # type: ignore[no-untyped-def]
-    """fp32 [block_m, block_n]: each leaf's sum, added to its neighbour's, and so on; one loop, so that loads go on.
+    """fp32 [block_m, block_n]: each leaf's sum, added to its neighbour's, and so on. begin: the first step over k.
 
-    begin: the first step over k. one, two, four: sums of so many leaves that wait for their neighbours.
+    Of 8 leaves in two loops: registers hold what waits for its neighbour in a loop over 4.
     """
+    if leaves.count == 8:
+        first = _multiply_leaves(gemm, leaves, a, b, row, column, begin, 4)
+        total = first + _multiply_leaves(gemm, leaves, a, b, row, column, begin + leaves.steps * 4, 4)
+    else:
+        total = _multiply_leaves(gemm, leaves, a, b, row, column, begin, leaves.count)
+    return total.T if leaves.is_turned else total
+
+
+@triton.jit
+def _multiply_leaves(gemm, leaves, a, b, row, column, begin, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tree's sum over 1, 2 or 4 leaves; one loop, so that loads go on."""
     if leaves.is_turned:
         total = tl.zeros((gemm.block_n, gemm.block_m), tl.float32)
     else:
         total = tl.zeros((gemm.block_m, gemm.block_n), tl.float32)
     one = total
     two = total
-    four = total
     rows = tl.arange(0, gemm.block_m)[:, None]
     columns = tl.arange(0, gemm.block_n)[None, :]
     depth = tl.arange(0, gemm.block_k)
     k = gemm.k // gemm.grain * gemm.grain
     n = gemm.n // gemm.grain * gemm.grain if gemm.transposed else gemm.n
-    for step in range(leaves.steps * leaves.count):
+    left = leaves.steps
+    leaf = left * 0
+    for step in range(leaves.steps * COUNT):
         start = (begin + step) * gemm.block_k
         if gemm.by_tma:
             x = a.load([row, start])
@@ -328,28 +367,28 @@ def _multiply_tree(gemm, leaves, a, b, row, column, begin):  # type: ignore[no-u
             total = tl.dot(y.T, x.T, total, input_precision=gemm.precision)
         else:
             total = tl.dot(x, y, total, input_precision=gemm.precision)
-        if leaves.count > 1:  # noqa: SIM102 - known when it is compiled
-            if step % leaves.steps == leaves.steps - 1:
-                one, two, four = add_leaf(leaves, step // leaves.steps, total, one, two, four)
+        if COUNT > 1:
+            left -= 1
+            if left == 0:
+                one, two, _ = add_leaf(COUNT, leaf, total, one, two, total)
                 total = tl.zeros(total.shape, tl.float32)
-    if leaves.count > 1:
-        total = one
-    return total.T if leaves.is_turned else total
+                left = leaves.steps
+                leaf += 1
+    return two if COUNT > 1 else total
 
 
 @triton.jit
-def add_leaf(leaves, leaf, total, first, second, third):  # type: ignore[no-untyped-def]
-    """(first, second, third) after a leaf's total: first is the tree's sum after the last one."""
-    two = first + total
-    if leaves.count == 2:
-        first = tl.where(leaf == 1, two, total)
-    else:
-        four = second + two
-        second = tl.where(leaf % 4 == 1, two, second)
-        if leaves.count == 4:
-            first = tl.where(leaf == 3, four, total)
-        else:
-            eight = third + four
-            third = tl.where(leaf == 3, four, third)
-            first = tl.where(leaf == 7, eight, total)
-    return first, second, third
+def add_leaf(COUNT: tl.constexpr, leaf, total, one, two, four):  # type: ignore[no-untyped-def]
+    """(one, two, four) after a leaf's total: sums of so many leaves that wait for their neighbours, or zeros.
+
+    After the last one the tree's sum over up to 4 leaves is in two, over 8 in four.
+    """
+    one += total
+    ends = leaf % 2 == 1
+    two = tl.where(ends, two + one, two)
+    one = tl.where(ends, 0.0, one)
+    if COUNT == 8:
+        ends = leaf % 4 == 3
+        four = tl.where(ends, four + two, four)
+        two = tl.where(ends, 0.0, two)
+    return one, two, four
