@@ -40,8 +40,10 @@ def test_slices_are_posted_after_their_stores_and_released_after_their_loads(tmp
     assert find_spills(lines, tmp_path) == 0
 
 
-def test_rows_are_loaded_after_their_wait_and_stored_before_their_signal_in_wide_pieces(tmp_path):
-    lines = compile_to_ptx(move_rows, move_arguments(), num_warps=16)
+@pytest.mark.parametrize("positions", [True, False])
+def test_rows_are_loaded_after_their_wait_and_stored_before_their_signal_in_wide_pieces(positions, tmp_path):
+    """Also rows in their order, however short the parts are: they are moved as one piece."""
+    lines = compile_to_ptx(move_rows, move_arguments(positions), num_warps=16)
     find(lines, ACQUIRE)
     assert any(re.search(r"ld\.global\.(.*\.)?v4\.b32", line) for line in lines)
     assert any(re.search(r"st\.global\.(.*\.)?v4\.b32", line) for line in lines)

@@ -21,6 +21,7 @@ from stretto.parallel import Grid, count_collectives, gather, parallelize
 from stretto.parallel.comm.copy_engine_gather import CopyEngineAllGather
 from stretto.parallel.comm.copy_engine_scatter import ScatterRing
 from stretto.parallel.fp8.weights import WeightScaling
+from stretto.parallel.layers.linear import ParallelLinear
 from tests.conftest import Ranks
 from tests.parallel.fp8.reference import Fp8Experts, Fp8Linear
 from tests.parallel.hugging_face import causal_lm
@@ -90,7 +91,11 @@ def train_on_grid(sizes: dict[str, int], options: dict[str, Any], *, alike: bool
         model = parallelize(model if given else model.bfloat16(), grid, sharded_loss=False, **given, **options)
     part = 4 // grid.size(BATCH)
     first = 0 if alike else grid.coordinate(BATCH) * part
-    with mock.patch.object(WeightScaling, "note", autospec=True, side_effect=WeightScaling.note) as note:
+    with (
+        mock.patch.object(WeightScaling, "note", autospec=True, side_effect=WeightScaling.note) as note,
+        # Over z, linears in bf16 add gradients of their input within products; on one rank autograd rounds each first.
+        mock.patch.object(ParallelLinear, "_find_chain", return_value=None),
+    ):
         found = train(model, slice(first, first + (1 if alike else part)), compiles=compiles)
     # cuBLASLt refuses scales elsewhere, and `align_scales` would copy them in every product.
     assert all(call.args[2].data_ptr() % 16 == 0 for call in note.call_args_list)
