@@ -39,7 +39,7 @@ ERRORS = {
     "dims": "takes x [..., k], of two dims or more, not [32]",
     "blocks of scales": "x_scale must be one number, or one for each of 4 rows, not [4, 2]",
     "number of scales": "weight_scale must be one number, or one for each of 6 rows, not [5]",
-    "scale's dtype": "x_scale must be of torch.float32 on cpu, not [] of torch.bfloat16",
+    "scale's dtype": "x_scale must be torch.float32 on cpu, not [] of torch.bfloat16",
     "bias": "bias must be [6] of torch.bfloat16 on cpu, contiguous, not [6] of torch.float32",
     "out_dtype": "returns torch.bfloat16, torch.float16, torch.float32, not torch.float64",
     "reduce_dtype": "partial sums of torch.bfloat16 travel in torch.bfloat16 or torch.float32, not torch.float16",

@@ -61,7 +61,7 @@ def ask_wrongly():
             ("more than 0 seconds", allocate(timeout=0)),
             ("at most 1048576", allocate(channels=1 << 20)),
             ("slot must be 0 or 1, or None", begin(producer, consumer, slot=2)),
-            ("look_up_tiles makes, not NoneType", begin(None, consumer)),
+            ("or look_up_tiles, not NoneType", begin(None, consumer)),
             ("local, p2p, broadcast, not 'all'", lambda: channel.enter("x", "all")),
             ("ranks 0 to 1, not 2", lambda: channel.tensor((1,), torch.int8, rank=2)),
             ("ranks 0 to 1, not -1", lambda: channel.tensor((1,), torch.int8, rank=-1)),

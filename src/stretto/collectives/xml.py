@@ -119,11 +119,8 @@ def _step_line(at: int, step: Step) -> str:
 def read_schedule(
     path: str | Path, *, max_bytes: int = MAX_FILE_BYTES, collective: Collective | None = None
 ) -> Schedule:
-    """Read a schedule from a file, as `from_xml` does from text.
-
-    collective: the conditions of a collective that the file does not name, or that Stretto does not know. Raises
-    OSError if the file cannot be read, and ScheduleFileError if it has more than `max_bytes` or is no schedule.
-    """
+    """Read a schedule from a file, as `from_xml` does from text. Raises OSError if the file cannot be read, and
+    ScheduleFileError for more than `max_bytes`. collective: the conditions of one that the file does not name."""
     try:
         text = read_bounded(Path(path), max_bytes, "a schedule")
     except ValueError as error:

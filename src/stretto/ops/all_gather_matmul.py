@@ -149,11 +149,8 @@ def all_gather_matmul_gathered(
     bias: Tensor | None = None,
     implementation: str | KernelConfig = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """`all_gather_matmul` that also returns the gathered x: ([m, n], [m, k]).
-
-    Arguments, gradients and errors are those of `all_gather_matmul` with one weight. Linears of a sharded sequence call
-    it, and save these rows for the weight's gradient.
-    """
+    """`all_gather_matmul` of one weight, with its arguments and errors, that also returns the gathered x, which linears
+    of a sharded sequence save for the weight's gradient: ([m, n], [m, k])."""
     how = encode_implementation(implementation)
     rows = flatten_rows("all_gather_matmul", x)
     product, gathered = _gathered(rows, weight, bias, find_name(group), how)

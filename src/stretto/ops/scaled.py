@@ -397,8 +397,7 @@ def _find_factors(operator: str, name: str, scale: Tensor, matrix: Tensor) -> Te
             "are no scales of smaller blocks"
         )
     if scale.dtype != torch.float32 or scale.device != matrix.device:
-        wanted = f"torch.float32 on {matrix.device}"
-        raise ValueError(f"{operator}: {name} must be of {wanted}, not {describe_tensor(scale)}")
+        raise ValueError(f"{operator}: {name} must be torch.float32 on {matrix.device}, not {describe_tensor(scale)}")
     factors = scale.reshape(-1).expand(rows)
     # Kernels compute offsets into the factors in 32 bits.
     return factors if rows * factors.stride(0) < 1 << 31 else factors.contiguous()

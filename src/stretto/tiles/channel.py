@@ -362,10 +362,8 @@ class BlockChannel:
             raise ValueError(f"a call's slot must be 0 or 1, or None for one slot, not {slot!r}")
         for mapping in (producer, consumer):
             if not isinstance(mapping, StaticMapping | DynamicMapping):
-                raise ValueError(
-                    "a mapping must be what shard_tiles, whole_tiles or look_up_tiles makes, not "
-                    f"{type(mapping).__name__}"
-                )
+                kind = type(mapping).__name__
+                raise ValueError(f"a mapping must be of shard_tiles, whole_tiles or look_up_tiles, not {kind}")
         if isinstance(producer, DynamicMapping) and counts is None:
             raise ValueError("a producer with a dynamic mapping needs counts: give how often ranks notify each other")
         if counts is not None and (

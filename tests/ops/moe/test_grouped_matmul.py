@@ -219,7 +219,7 @@ ROWS, WEIGHT = torch.zeros(5, 3), torch.zeros(2, 4, 3)
         (ROWS[:, :2], WEIGHT, as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight \\[experts, b, a\\]"),
         (ROWS, WEIGHT[0], as_offsets([0, 2, 5]), "rows \\[n, a\\] and weight"),
         (ROWS.double(), WEIGHT, as_offsets([0, 2, 5]), "not torch.float64 and torch.float32"),
-        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets of 2 experts must be \\[3\\], not \\[2\\]"),
+        (ROWS, WEIGHT, as_offsets([0, 5]), "offsets must be \\[2 experts \\+ 1\\], not \\[2\\]"),
         (ROWS, WEIGHT, as_offsets([0, 2, 5]).long(), "not torch.int64"),
         (ROWS, WEIGHT.to("meta"), as_offsets([0, 2, 5]), "rows is on cpu, weight on meta"),
     ],

@@ -71,10 +71,7 @@ def all_gather_attention(
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup | None = None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """`context_attention` that receives the next rank's keys while it attends to those of one: two ranks' in memory.
-
-    Options and errors are those of `context_attention`.
-    """
+    """`context_attention`, with its options, that receives a rank's keys while it attends to another's: two ranks'."""
     return context_attention(q, k, v, group, implementation="ring", **options)
 
 
@@ -187,10 +184,7 @@ def context_attention(
     q, scale = _fold_scale(q, scale)
     chosen: str = implementation
     if implementation not in get_args(Implementation) and not _is_schedule(implementation, name):
-        raise ValueError(
-            f"context attention: implementation must be one of {', '.join(get_args(Implementation))}, not "
-            f"{implementation!r}"
-        )
+        raise ValueError(f"implementation must be one of {', '.join(get_args(Implementation))}, not {implementation!r}")
     if implementation == "auto":
         mask = {"causal": causal, "window": window, "layout": layout}
         chosen = _choose(q, k, v, group, documents, scale=scale, sinks=sinks, **mask)

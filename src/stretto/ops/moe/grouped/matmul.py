@@ -391,10 +391,7 @@ def require_operands(operator: str, rows: Tensor, weight: Tensor, offsets: Tenso
         )
     _require_alike(operator, ("rows", rows), ("weight", weight), offsets)
     if offsets.shape != (weight.shape[0] + 1,):
-        raise ValueError(
-            f"{operator}: offsets of {weight.shape[0]} experts must be [{weight.shape[0] + 1}], not "
-            f"{list(offsets.shape)}"
-        )
+        raise ValueError(f"{operator}: offsets must be [{weight.shape[0]} experts + 1], not {list(offsets.shape)}")
 
 
 def _require_alike(operator: str, first: tuple[str, Tensor], second: tuple[str, Tensor], offsets: Tensor) -> None:
