@@ -5,11 +5,14 @@ import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
+from stretto.ops import prediction
 from stretto.ops.config import LIBRARY, PUSHED_ROWS, GemmProblem, Machine, default_config, default_kernel
 from stretto.ops.gemm import Blocks
 from stretto.ops.joint.launch import count_piece_rows
@@ -20,6 +23,7 @@ from stretto.ops.prediction import (
     GemmCall,
     Speeds,
     count_pieces,
+    find_speeds,
     predict_kernel,
     predict_library,
 )
@@ -47,6 +51,18 @@ ON_H100 = (  # operator, m, GEMM + NCCL, Stretto, its blocks, what exchanged
 
 # `python -m lab joint-schedules`, 2 x H200, 2026-11-30, CUDA graphs: m x 4096 x 7168, GEMM + NCCL and two shots, in ms.
 REDUCES_ON_H200 = ((2048, 0.2439, 0.2223), (4096, 0.4627, 0.3844), (8192, 0.9226, 0.7509), (16384, 1.9974, 1.5430))
+
+
+@pytest.mark.parametrize(("links", "expected"), [(18, H200), (0, None)])
+def test_speeds_are_of_the_numbers_that_the_driver_gives(links: int, expected: Speeds | None) -> None:
+    found = SimpleNamespace(
+        multi_processor_count=132, clock_rate=1_980_000, memory_clock_rate=3_201_000, memory_bus_width=6144, uuid="GPU"
+    )
+    with (
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=found),
+        mock.patch.object(prediction, "count_links", return_value=links),
+    ):
+        assert find_speeds(torch.device("cuda")) == (expected and pytest.approx(expected))
 
 
 class Row(NamedTuple):

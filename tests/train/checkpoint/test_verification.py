@@ -162,9 +162,9 @@ def test_list_and_show_print_the_available_checkpoints(copy: Path) -> None:
     assert (status, second["step"], second["format"], second["fault"]) == (0, 2, 2, None)
     assert "is missing its file __0_0.distcp" in first["fault"]
     status, output = stretto_command("checkpoint", "show", copy, "--tensors")
-    numbers = sum(parameter.numel() for parameter in runs.make_gpt().parameters())
+    numbers = [parameter.numel() for parameter in runs.make_gpt().parameters()]
     assert status == 0
-    assert f"{numbers:,} numbers" in output
+    assert f"model: {len(numbers)} tensors, {sum(numbers):,} numbers, {4 * sum(numbers) / 1e6:,.1f} MB" in output
     assert "model.norm.weight [16] float32" in output
 
 
