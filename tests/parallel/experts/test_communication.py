@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
-from stretto.parallel import Grid, count_collectives, install, parallelize
+from stretto.parallel import Grid, count_collectives, gather, install, layout_of, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
 from tests.parallel.moe_families import build
@@ -231,6 +231,34 @@ def make_gpt() -> nn.Module:
     torch.manual_seed(SEED)
     sizes = {"layers": 1, "hidden": 32, "heads": 4, "vocab": 61, "max_seq_len": 32, "activation": "swiglu"}
     return GPT(GPTConfig(**sizes, num_experts=8, expert_ffn=16, shared_ffn=16, balance="none"))
+
+
+def halve_tokens(module: nn.Module, args: Any) -> Any:
+    return args[0] * 0.5, *args[1:]
+
+
+def double_gradients(module: nn.Module, given: Any, _: Any) -> Any:
+    return tuple(None if gradient is None else gradient * 2 for gradient in given)
+
+
+def distance_with_hooks(is_backward: bool) -> float:
+    """How far gradients are from one rank's if hooks change what experts take, or its gradients."""
+    grid, tokens = Grid(z=2, expert=2), torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(1))
+    plain, model = make_gpt(), parallelize(make_gpt(), grid)
+    for each, rows in ((plain, tokens), (model, tokens.chunk(2)[grid.coordinate("batch")])):
+        experts = each.get_submodule("blocks.0.mlp.experts")
+        if is_backward:
+            experts.register_full_backward_hook(double_gradients)
+        else:
+            experts.register_forward_pre_hook(halve_tokens)
+        each(rows, rows).backward()
+    pairs = zip(plain.parameters(), model.parameters(), strict=True)
+    return max((one.grad - gather(other.grad, layout_of(other))).abs().max().item() for one, other in pairs)
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_hooks_of_experts_change_what_is_sent_beside_a_shared_expert(ranks, is_backward):
+    assert max(ranks(2).run(distance_with_hooks, is_backward)) < 1e-6
 
 
 def make_qwen() -> nn.Module:

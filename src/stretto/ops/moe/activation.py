@@ -83,7 +83,12 @@ def is_silu(function: Callable[[Tensor], Tensor]) -> bool:
     kind = type(function)
     is_torch = kind is nn.SiLU and not function.inplace
     is_transformers = (kind.__module__, kind.__qualname__) == ("transformers.activations", "SiLUActivation")
-    return (is_torch or is_transformers) and not any(getattr(function, hooks) for hooks in _HOOKS)
+    return (is_torch or is_transformers) and not has_hooks(function)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True if a module has hooks, which may change what it takes, what it returns, or the gradients of these."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def suits_kernel(x: Tensor) -> bool:

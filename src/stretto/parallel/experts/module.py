@@ -28,7 +28,7 @@ from stretto.axes import EXPERT
 from stretto.execution import ExpertReduce
 from stretto.huggingface.experts import ExpertsKind
 from stretto.ops.moe import combine, combine_few, dispatch, dispatch_few, gated_activation, grouped_matmul
-from stretto.ops.moe.activation import is_silu
+from stretto.ops.moe.activation import has_hooks, is_silu
 from stretto.ops.moe.places import find_places
 from stretto.parallel.comm.autograd import scale_gradient, sum_gradient
 from stretto.parallel.comm.collectives import all_reduce, mark_experts
@@ -218,11 +218,14 @@ class ParallelExperts(ShardedModule):
         compute = self.products[self._up].shard.precision.compute
         return hidden.to(compute or self.get_parameter(self._up).dtype).flatten(0, -2)
 
-    def start(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def start(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
         """Begin to send tokens, where `can_start`. The next call takes the same arguments, and what this returns.
 
-        What is called between the two runs while tokens travel, and backward while their gradients do.
+        What is called between the two runs while tokens travel, and backward while their gradients do. None, and
+        nothing is sent, of a module with hooks: that call may get other tokens, or gradients.
         """
+        if has_hooks(self):
+            return None
         x = self._tokens_of(hidden)
         with mark_experts():
             return self._start_in_graphs.run((1,), x, top_k_weights, top_k_index)
