@@ -16,7 +16,6 @@ from stretto.cli.console import Json, print_json, refusing_bad_input
 
 if TYPE_CHECKING:
     from stretto.train.checkpoint.metadata import CheckpointMetadata
-    from stretto.train.checkpoint.verification import VerificationResult
 
 DAMAGED = 1
 
@@ -100,15 +99,12 @@ def verify(
     with refusing_bad_input(as_json=as_json):
         found = verify_path(path)
     if as_json:
-        print_json({"is_damaged": any(each.damages for each in found), "verified": [_as_json(each) for each in found]})
+        verified = [asdict(each) | {"path": str(each.path)} for each in found]
+        print_json({"is_damaged": any(each.damages for each in found), "verified": verified})
     else:
         print("\n".join(each.describe() for each in found))
     if any(each.damages for each in found):
         raise typer.Exit(DAMAGED)
-
-
-def _as_json(found: "VerificationResult") -> dict[str, Any]:
-    return asdict(found) | {"path": str(found.path)}
 
 
 @app.command("list")

@@ -167,7 +167,8 @@ def show(
 
             plot_pipeline(timeline, out)
         if csv is not None:
-            write_csv(timeline.schedule, csv, communication=_needs_communication(timeline.schedule))
+            actions = (action for actions in timeline.schedule.ranks for action in actions)
+            write_csv(timeline.schedule, csv, communication=any(not each.operation.is_computation for each in actions))
         if as_json:
             print_json(_describe(timeline))
         else:
@@ -239,10 +240,6 @@ def _require_verified(schedule: "PipelineSchedule", *, as_json: bool, **limits: 
         verify(schedule, **limits)
     except ScheduleError as error:
         raise fail(f"{schedule.name} is NOT verified: {error}", NOT_VERIFIED, as_json=as_json) from error
-
-
-def _needs_communication(schedule: "PipelineSchedule") -> bool:
-    return any(not action.operation.is_computation for actions in schedule.ranks for action in actions)
 
 
 def _describe(timeline: "PipelineTimeline") -> dict[str, Any]:

@@ -94,7 +94,7 @@ def list_nics(sysfs: Path = SYSFS) -> list[Nic]:
             found[device.path] = Nic(rdma.name, entry.name, device, rdma.is_up and is_up, True, rdma.gbits or gbits)
         else:
             found[(*device.path, entry.name)] = own
-    return sorted(found.values() or virtual, key=lambda nic: _natural(nic.name))
+    return sorted(found.values() or virtual, key=lambda nic: natural_order(nic.name))
 
 
 def list_gpus(sysfs: Path = SYSFS) -> list[PciDevice]:
@@ -205,5 +205,7 @@ def _read_device(link: Path) -> PciDevice:
     return PciDevice(path, int(numa) if numa.isdecimal() else None)
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+def natural_order(name: object) -> list[tuple[int, str]]:
+    """Sort key of a name, in which texts and whole numbers, of which a longer one is larger, alternate."""
+    parts = re.split(r"0*([0-9]+)", str(name))
+    return [(len(part) if place % 2 else 0, part) for place, part in enumerate(parts)]

@@ -272,12 +272,9 @@ class _Execution:
         ready = list(range(self.schedule.pipe))
         while ready:
             self._advance(ready.pop(), ready)
-        stuck = [rank for rank in range(self.schedule.pipe) if not self._is_done(rank)]
-        if stuck:
-            raise ScheduleError(self._explain(stuck[0]))
-
-    def _is_done(self, rank: int) -> bool:
-        return self.position[rank] == len(self.schedule.ranks[rank]) and not self.unsent[rank]
+        for rank, actions in enumerate(self.schedule.ranks):
+            if self.position[rank] < len(actions) or self.unsent[rank]:
+                raise ScheduleError(self._explain(rank))
 
     def _advance(self, rank: int, ready: list[int]) -> None:
         """Run a rank until it must wait, and add the ranks that it unblocks to `ready`."""

@@ -54,7 +54,7 @@ def _create(
     member = Member(rank, size, name)
     cuda, dispatch = None, None
     fast = find_extension().FastCalls()
-    if not _has_gpus():
+    if not (torch.cuda.is_available() and dist.is_nccl_available()):
         dispatcher = Dispatcher(member, {"cpu": "gloo"})
     elif shared_gpus.is_enabled():
         shared_gpus.install()
@@ -75,10 +75,6 @@ def _create(
 
 def _load_schedules(group_name: str, folder: str) -> None:
     install_folder(folder, c10d._resolve_process_group(group_name))  # type: ignore[arg-type]  # a GroupName is a str
-
-
-def _has_gpus() -> bool:
-    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 def _create_nccl(

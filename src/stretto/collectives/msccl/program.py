@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from stretto.collectives.collective import MAX_CHUNKS
 from stretto.collectives.compiler import compile_program
@@ -113,21 +113,10 @@ class Ref:
         """Print what one place holds."""
         print(self._held(index))
 
-    def put(self, *_: Any, **__: Any) -> None:
-        """Not supported."""
-        raise ScriptError(f"{script_line()}: put() {_MSCCLPP}")
-
-    def get(self, *_: Any, **__: Any) -> None:
-        """Not supported."""
-        raise ScriptError(f"{script_line()}: get() {_MSCCLPP}")
-
-    def signal(self, *_: Any, **__: Any) -> None:
-        """Not supported."""
-        raise ScriptError(f"{script_line()}: signal() {_MSCCLPP}")
-
-    def wait(self, *_: Any, **__: Any) -> None:
-        """Not supported."""
-        raise ScriptError(f"{script_line()}: wait() {_MSCCLPP}")
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("put", "get", "signal", "wait"):
+            raise ScriptError(f"{script_line()}: {name}() {_MSCCLPP}")
+        raise AttributeError(f"a reference to chunks has no {name}")
 
     @property
     def place(self) -> ChunkRange:

@@ -76,12 +76,9 @@ class _TraceWriter:
     def _add_join(self, number: int) -> None:
         """A join becomes a metadata node on its rank, or on each rank on which all that it waits for has nodes."""
         rank, before = int(self._graph.ranks[number]), self._before[number]
-        ranks = [rank] if rank >= 0 else [each for each in range(self._graph.world) if self._are_on(before, each)]
-        for each in ranks:
-            self._add(number, each, NodeType.METADATA_NODE, before, [])
-
-    def _are_on(self, operations: Sequence[int], rank: int) -> bool:
-        return all((each, rank) in self._ids for each in operations)
+        for each in [rank] if rank >= 0 else range(self._graph.world):
+            if rank >= 0 or all((one, each) in self._ids for one in before):
+                self._add(number, each, NodeType.METADATA_NODE, before, [])
 
     def _add(
         self,

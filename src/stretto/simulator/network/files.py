@@ -3,12 +3,12 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from stretto.cluster import check_depth, read_bounded
+from stretto.cluster.nics import natural_order
 from stretto.simulator.network.shapes import dragonfly, fat_tree, fully_connected, ring, switch, torus
 from stretto.simulator.network.topology import DirectedLink, NetworkTopology, check_link
 from stretto.suggestions import did_you_mean_file, name_known
@@ -76,7 +76,9 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
     except Exception as error:  # noqa: BLE001  networkx's parsers raise what they run into
         shown = " ".join(str(error).split())[:300] or type(error).__name__
         raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {shown}") from None
-    nodes = {node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: _by_id(each[0]))}
+    nodes = {
+        node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: natural_order(each[0]))
+    }
     devices, others = list[Any](), list[Any]()
     for node, about in nodes.items():
         (others if str(about.get("kind", "device")) in ("switch", "nic") else devices).append(node)
@@ -88,12 +90,6 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
         links += [DirectedLink(numbers[one], numbers[other], *rates) for one, other in ends]
     links.sort(key=lambda link: (link.source, link.target))  # which of equal routes is taken depends on their order
     return NetworkTopology(str(path), len(devices), links, vertices=len(nodes))
-
-
-def _by_id(node: object) -> list[tuple[int, str]]:
-    """Sort key of a node: its id, in which texts and whole numbers, of which a longer one is larger, alternate."""
-    parts = re.split(r"0*([0-9]+)", str(node))
-    return [(len(part) if place % 2 else 0, part) for place, part in enumerate(parts)]
 
 
 def _parse(text: str, suffix: str) -> Any:

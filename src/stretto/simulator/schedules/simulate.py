@@ -64,7 +64,9 @@ def simulate_schedule(
     inside = costs.find(protocol, is_in_node=True)
     most = math.inf if costs.tile_bytes is None else costs.tile_bytes
     if inside.slot_bytes is not None:
-        most = min(most, inside.slot_bytes / max(1, _largest_message(schedule)))
+        blocks_of_ranks = (block for program in schedule.ranks for block in program.thread_blocks)
+        sent = (step.size for block in blocks_of_ranks for step in block.steps if step.type.sends)
+        most = min(most, inside.slot_bytes / max(1, max(sent, default=1)))
     tiles = max(1, math.ceil(chunk_bytes / most))
     simulated = min(tiles, max_tiles)
     all_steps = schedule.steps * instances
@@ -106,19 +108,6 @@ def simulate_schedule(
         result = _extrapolate(result, whole, half, half_network)
     result = replace(result, links=tuple(link for link in result.links if link.num_bytes))
     return replace(result, seconds=result.seconds + costs.launch + inside.call_seconds)
-
-
-def _largest_message(schedule: Schedule) -> int:
-    return max(
-        (
-            step.size
-            for program in schedule.ranks
-            for block in program.thread_blocks
-            for step in block.steps
-            if step.type.sends
-        ),
-        default=1,
-    )
 
 
 def _extrapolate(result: ScheduleTime, whole: TileRun, half: TileRun, half_network: EventDrivenNetwork) -> ScheduleTime:

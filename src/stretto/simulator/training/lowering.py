@@ -151,7 +151,8 @@ class StepLowering:
                 waits = [self.builder.join(waits)]
             devices = [self.device(rank, place) for place in members]
             if len(self.represented) == 1:
-                devices.append(devices[0] + self._reach(collective.group))
+                dims = group_dims(self.grid, collective.group)
+                devices.append(devices[0] + sum(stride * (size - 1) for stride, size in dims))
             slowest = max(self.factors.of_communication(devices[0], other) for other in devices)
             for place in members:
                 numbers[place] = self.builder.compute(
@@ -193,10 +194,6 @@ class StepLowering:
     def device(self, rank: int, place: int) -> int:
         """The global rank of one that is represented."""
         return rank * self.stage_ranks + self.represented[place]
-
-    def _reach(self, group: str) -> int:
-        """Return how far the last rank of a group is from the first."""
-        return sum(stride * (size - 1) for stride, size in group_dims(self.grid, group))
 
 
 def stream_of(collective: GroupCollective) -> str:
