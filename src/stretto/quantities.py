@@ -115,9 +115,12 @@ def check_count(where: str, value: Any) -> None:
     require_whole(where, value, 1, MAX_COUNT)
 
 
-def read_switch(variable: str, *, default: bool = False) -> bool:
-    """Check whether an environment variable is 1, not 0; unset or empty it is the default. ValueError for others."""
-    value = os.environ.get(variable) or str(int(default))
+def read_switch(variable: str, *, default: bool = False, text: str | None = None) -> bool:
+    """Check whether an environment variable is 1, not 0; unset or empty it is the default. ValueError for others.
+
+    text: what another rank has there.
+    """
+    value = (os.environ.get(variable) if text is None else text) or str(int(default))
     if value not in ("0", "1"):
         raise ValueError(f"the environment variable {variable} is {value!r}, but must be 0 or 1")
     return value == "1"

@@ -8,6 +8,7 @@ depend (measured times, whether GPUs can access each other's memory) is exchange
 
 import logging
 import math
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -382,10 +383,11 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> GroupChoices:
         problem: {config.encode(): second for config, second in seconds.items()} for problem, seconds in read.items()
     }
     speeds = find_speeds(device) if device.type == "cuda" else None
-    is_forced, domain = read_switch(COPIES_VARIABLE), find_numa_domain(device)
-    sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, is_forced, domain
-    everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, bool, int])
+    switch, domain = os.environ.get(COPIES_VARIABLE, ""), find_numa_domain(device)
+    sent = name_node(dist.get_rank(), dist.get_world_size()), times, speeds, switch, domain
+    everyone = all_gather_data(sent, group, tuple[str, dict[str, dict[str, float]], Speeds | None, str, int])
     require_declared([node for node, *_ in everyone])
+    switches = [read_switch(COPIES_VARIABLE, text=text) for *_, text, _ in everyone]  # once all ranks can raise
     numbers = {name: number for number, name in enumerate(dict.fromkeys(node for node, *_ in everyone))}
     nodes = tuple(numbers[node] for node, *_ in everyone) if len(numbers) > 1 else ()
     found = [one for _, _, one, *_ in everyone if one is not None]
@@ -400,7 +402,7 @@ def _agree(group: dist.ProcessGroup, device: torch.device) -> GroupChoices:
         obstacle = f"its ranks are on {len(numbers)} nodes, and kernels reach the memory of one"
     elif obstacle and device.type == "cuda":
         schedule_obstacle = find_obstacle(group, device, needs_atomics=False) or ""
-    if not obstacle and any(forced for *_, forced, _ in everyone):
+    if not obstacle and any(switches):
         obstacle = f"{COPIES_VARIABLE}=1 says that its GPUs have no atomic operations on each other's memory"
     slowest = Speeds(*map(min, zip(*found, strict=True))) if len(found) == len(everyone) else None
     restored = _restored.get(_name_ranks(group))

@@ -26,6 +26,7 @@ from stretto.memory.network import endpoint, interfaces
 from stretto.memory.network.endpoint import choose_proxy
 from stretto.memory.network.native import NativeProxy
 from stretto.memory.network.proxy import Proxy
+from stretto.ops import choices
 from stretto.parallel.pipeline.transports import _share_memory
 
 SEED = 63
@@ -231,6 +232,16 @@ def declare_on_one_rank_otherwise():
     for call in (partial(allocate, 64), partial(find_nodes, None), name_two_levels, partial(_share_memory, None)):
         with pytest.raises(ValueError, match=r"'2x2', which declares nodes for 4 ranks, .* has 2.* \(rank 1\)"):
             on_nodes("2x2" if dist.get_rank() else "2x1", "python", call)  # on both: none waits for the other
+
+
+def set_a_switch_wrongly_on_one_rank():
+    with mock.patch.dict(os.environ, {choices.COPIES_VARIABLE: "yes" if dist.get_rank() else "1"}):
+        with pytest.raises(ValueError, match=f"{choices.COPIES_VARIABLE} is 'yes', but must be 0 or 1"):
+            choices._agree(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_a_switch_that_one_rank_alone_has_wrong_is_refused_on_all(ranks):
+    ranks(2).run(set_a_switch_wrongly_on_one_rank)
 
 
 def test_nodes_that_ranks_of_a_machine_declare_in_different_ways_are_refused_on_all(ranks):
