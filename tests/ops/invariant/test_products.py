@@ -2,7 +2,6 @@
 """Products whose rows have the same bits in every batch and on every number of ranks, which may be a trainer's."""
 
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -178,12 +177,13 @@ def test_the_library_multiplies_where_its_bits_are_proved(monkeypatch, rows, sca
     monkeypatch.setattr(kernels, "find_wide", lambda *_: "a config")
     monkeypatch.setattr(kernels, "_multiply_wide", multiply)
     monkeypatch.setattr(kernels, "_HAS_BITS", {})
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     for _ in range(3):
         assert torch.equal(kernels.multiply_leaves(x, weight, None, 1, x.dtype), scale * functional.linear(x, weight))
     count = len(calls)
     assert count == 4 - 3 * expected - (rows == 1023)  # one tries it
-    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
-        kernels.multiply_leaves(x[:, :4].contiguous(), weight[:, :4].contiguous(), None, 1, x.dtype)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
+    kernels.multiply_leaves(x[:, :4].contiguous(), weight[:, :4].contiguous(), None, 1, x.dtype)
     assert len(calls) == count + 1  # nothing is tried in a capture
 
 
