@@ -310,8 +310,11 @@ def _load_elements(given, landed, first, place, inside, is_given, numbers, ready
         own = tl.load(given.positions + row, mask=inside & is_given, other=0)
         offset = (own + tl.where(is_given, 0, row)) * given.columns + place % given.columns + ready
         from_given, from_landed = given.rows + offset, landed + offset
-    value = tl.load(from_given, mask=inside & is_given, other=unknown)
-    return tl.where(is_given, value, tl.load(from_landed, mask=inside & (is_given == 0), other=0))
+    if is_given:  # noqa: SIM108  (a number of the device)
+        value = tl.load(from_given, mask=inside, other=unknown)
+    else:
+        value = tl.load(from_landed, mask=inside, other=0)
+    return value
 
 
 @triton.jit
