@@ -264,12 +264,11 @@ def _move_part(channel, puts, sources, destinations, tables, given, landed, size
         publishes = tiles.may_publish(channel)  # memory may hold another call's rows after a failed wait
         if given.positions is None:  # rows lie one after another, and so do their places: however short the parts are
             to = (base + start).to(tl.int64) * given.columns
-            count = tl.maximum(end - start, 0) * given.columns
+            count = _clip((tl.minimum(end, last - base) - start).to(tl.int64) * given.columns)
             for begin in range(0, count, MOVED_AT_ONCE):
                 place = begin + tl.arange(0, MOVED_AT_ONCE)
                 value = _load_elements(given, landed, first + start, place, place < count, is_given, numbers, ready)
-                is_stored = (place < count) & (to + place < last.to(tl.int64) * given.columns) & publishes
-                tl.store(there + to + place, value, mask=is_stored)
+                tl.store(there + to + place, value, mask=(place < count) & publishes)
         else:
             for begin in range(start, end, rows):
                 at = begin + tl.arange(0, rows)
@@ -302,15 +301,26 @@ def _load_elements(given, landed, first, place, inside, is_given, numbers, ready
     unknown: tl.constexpr = float("nan") if given.rows.dtype.element_ty.is_floating() else 0
     end = tl.where(is_given, known, capacity + forwarded)
     if given.positions is None:
-        offset = first.to(tl.int64) * given.columns + place
-        inside &= offset < end.to(tl.int64) * given.columns
+        begin = first.to(tl.int64) * given.columns + ready
+        inside &= place < _clip((end - first).to(tl.int64) * given.columns)
+        from_given, from_landed = given.rows + begin + place, landed + begin + place
     else:
         row = (first + place // given.columns).to(tl.int64)
         inside &= row < end
         own = tl.load(given.positions + row, mask=inside & is_given, other=0)
-        offset = (own + tl.where(is_given, 0, row)) * given.columns + place % given.columns
-    value = tl.load(given.rows + offset + ready, mask=inside & is_given, other=unknown)
-    return tl.where(is_given, value, tl.load(landed + offset + ready, mask=inside & (is_given == 0), other=0))
+        offset = (own + tl.where(is_given, 0, row)) * given.columns + place % given.columns + ready
+        from_given, from_landed = given.rows + offset, landed + offset
+    if is_given:  # noqa: SIM108  (a number of the device)
+        value = tl.load(from_given, mask=inside, other=unknown)
+    else:
+        value = tl.load(from_landed, mask=inside, other=0)
+    return value
+
+
+@triton.jit
+def _clip(count):  # type: ignore[no-untyped-def]
+    """A number of elements as int32, which those of a block are compared with: at most 2^30."""
+    return tl.minimum(tl.maximum(count, 0), 1 << 30).to(tl.int32)
 
 
 @triton.jit
@@ -430,8 +440,16 @@ def make_tables(
     begin = routed.channels * of_message  # of the channels of made rows
     of_rank = 1 if is_whole else pieces * of_message
 
-    def moves(sender: int, receiver: int) -> bool:
-        return made is None or sender != receiver
+    def moves(chunk: int) -> bool:
+        source, target = divmod(chunk // pieces, world)
+        return made is None or source != target
+
+    def list_messages(sender: int) -> list[RoutedMessage]:
+        found = [
+            message._replace(hops=tuple(hop for hop in message.hops if moves(hop.chunk)))
+            for message in routed.ranks[sender].messages
+        ]
+        return [message for message in found if message.hops]
 
     def table(numbers: Iterable[int]) -> Tensor:
         return torch.tensor(list(numbers) or [0], dtype=torch.int32, device="cpu").to(device)
@@ -465,12 +483,12 @@ def make_tables(
 
     lists = [routed.list_places(of, area) for of in range(world) for area in (GIVEN, FORWARDED, ARRIVED)]
     starts = list(accumulate(map(len, lists), initial=0))
-    messages = [message for message in plan.messages if moves(rank, message.receiver)]
+    messages = list_messages(rank)
     hops = [(message, hop) for message in messages for hop in message.hops]
     far = [  # in the order of all ranks' messages, by which channels are numbered
         (message.channel, sender, message)
-        for sender, routes in enumerate(routed.ranks)
-        for message in routes.messages
+        for sender in range(world)
+        for message in list_messages(sender)
         if message.receiver == rank and sender not in near
     ]
     received = [(sender, message) for _, sender, message in sorted(far)]
@@ -483,7 +501,8 @@ def make_tables(
         there = starts[3 * rank + message.area]
         for hop in message.hops:
             words += [hop.chunk, 0, message.area, 0, 0, there, there + hop.to, sender]
-    arrivals = [(sender, at) for sender, at in plan.arrivals if moves(sender, rank)]
+    arrived = zip(plan.arrivals, routed.list_places(rank, ARRIVED), strict=True)
+    arrivals = [found for found, chunk in arrived if moves(chunk)]
     number = 0
 
     def order_parts(messages: Iterable[RoutedMessage]) -> list[int]:
@@ -505,8 +524,8 @@ def make_tables(
         order, begins = list(chain.from_iterable(shares)), list(accumulate(map(len, shares), initial=0))
 
     counts = torch.zeros(2, len(near), capacity, dtype=torch.int32, device="cpu")
-    for sender, routes in enumerate(routed.ranks):
-        for message in (each for each in routes.messages if moves(sender, each.receiver)):
+    for sender in range(world):
+        for message in list_messages(sender):
             channels_of = slice(message.channel * of_message, (message.channel + 1) * of_message)
             is_near = nodes == () or nodes[sender] == nodes[message.receiver]
             giver = sender if is_near else message.receiver
