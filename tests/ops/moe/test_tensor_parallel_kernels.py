@@ -124,7 +124,7 @@ def launch_sending(transposed=False):
     block_channel.begin.return_value = make_channel("p2p")
     block_channel.tensor = lambda shape, dtype, offset: torch.empty(shape, dtype=dtype)
     tables = torch.zeros(6, 64, dtype=torch.int32).unbind(0)
-    order = TileOrder(tiles.look_up_tiles(*tables[:5]), tables[5], torch.zeros(4, dtype=torch.int32), 128)
+    order = TileOrder(tiles.look_up_tiles(*tables[:5]), tables[5], *torch.zeros(2, 4, dtype=torch.int32), 128)
     rows, weight = torch.empty(512, 768, dtype=torch.bfloat16), torch.empty(4, 1024, 768, dtype=torch.bfloat16)
     weight = weight.mT.contiguous().mT if transposed else weight
     routed = kernels.Routed(

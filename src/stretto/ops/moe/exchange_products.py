@@ -141,11 +141,11 @@ class _DispatchProduct(torch.autograd.Function):
         index, grad = places.index, grad.contiguous()
         tokens, weight = ctx.saved_tensors
         grad_x = grad_weight = None
-        room, spread = 0, None if tokens is None else places.start_spreading(tokens)
+        room = 0
         if weight is not None:
             finish, room = places.start_product_back(grad, weight.transpose(1, 2)), places.room_of_sums
-        if spread is not None:
-            grad_weight = grouped_weight_gradient(grad, spread(), index.offsets, room=room)
+        if tokens is not None:
+            grad_weight = grouped_weight_gradient(grad, places.spread(tokens), index.offsets, room=room)
         if weight is not None:
             grad_x = finish()
         return grad_x, grad_weight, None

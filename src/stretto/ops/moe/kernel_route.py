@@ -24,6 +24,7 @@ from stretto.ops.joint.launch import find_node_group, find_put_channel
 from stretto.ops.joint.routed import GivenRows, LandedRows, RoutedTables, find_routed, launch_moves, make_tables
 from stretto.ops.moe.exchange_kernel import SummedRows, exchange_counts, push_rows
 from stretto.ops.moe.fixed_rows import find_record
+from stretto.ops.moe.grouped.config import TABLE
 from stretto.ops.moe.grouped.tile_order import Arrivals
 from stretto.ops.moe.pairs import ExpertParts, Pairs, find_pairs, unpack_words
 from stretto.ops.moe.permutation import choose_block, spread_tokens, sum_copies
@@ -210,10 +211,12 @@ def find_kernel_route(
     if parts is not None:
         pairs = pairs.repeat(parts)
 
-    def sort(table: Tensor, capacity: int, number: int, rows: int, known: Tensor | None, limit: int) -> _Sorted:
-        """The index of this rank's rows, and weights: nothing of the staging buffer."""
+    def receive(table: Tensor, capacity: int, number: int, limit: int) -> tuple[Tensor, Tensor | None]:
         words = _push(group, pairs.words, None, table, capacity, way=(schedule, limit)).rows[:number]
-        experts, weights = unpack_words(words, topk_weights)
+        return unpack_words(words, topk_weights)
+
+    def sort(experts: Tensor, weights: Tensor | None, rows: int, known: Tensor | None) -> _Sorted:
+        """The index of this rank's rows, and weights: nothing of the staging buffer."""
         return *sort_copies(experts, local, rows, known), *(() if weights is None else (weights,))
 
     # While the host waits for the counts, the device sorts, and sends tokens to, as many places as the last calls had
@@ -234,9 +237,13 @@ def find_kernel_route(
         on_host.copy_(table, non_blocking=True)
         if event is not None:
             event.record()
-        early.append(sort(table, room, room, room * k, table[world, rank, 0], 0))
+        experts, weights = receive(table, room, room, 0)
         if tokens is not None:
+            experts = experts.clone()  # of the staging buffer
             ahead.append((tokens, _push(group, tokens, pairs.tokens, table, room, waits=False)))
+        early.append(sort(experts, weights, room * k, table[world, rank, 0]))
+        if ahead:
+            ahead[0][1].find_order(early[0][1], early[0][4], TABLE["product"].blocks.m)
         if event is not None:
             event.synchronize()
         return table, on_host
@@ -259,7 +266,7 @@ def find_kernel_route(
     def push() -> _Sorted:
         if not early or places > room:
             ahead.clear()
-            return sort(table, places, number, rows, filled, limit)
+            return sort(*receive(table, places, number, limit), rows, filled)
         slots, tokens, positions, is_here, offsets, *weights = early[0]
         of_places = (one[:number] for one in (positions, is_here))
         return slots[:rows], tokens[:rows], *of_places, offsets, *(one[:number] for one in weights)

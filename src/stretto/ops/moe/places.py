@@ -104,11 +104,6 @@ class Places:
         arrivals.copies.append(lambda: self._spread(tokens, rows))
         return rows
 
-    def start_spreading(self, tokens: Tensor) -> Callable[[], Tensor]:
-        """As `spread` of tokens that are here, by a function that ends what begins now, beside products that follow."""
-        rows = tokens.new_empty(len(self.index.slots), tokens.shape[1])
-        return run_beside(lambda: self._spread(tokens, rows), tokens, is_ahead=True)
-
     def _spread(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
         index, route = self.index, self.route
         is_here, needed = (None, None) if route is None else (index.is_here, route.needed)

@@ -317,10 +317,6 @@ class MultiplyTokens(torch.autograd.Function):
         returning: _Returning = ctx.returning
         placement: ReplicaPlacement | None = ctx.placement
         gradient, arrivals = places.start(gradient.contiguous(), ctx.down.shape[2], keeps=False)
-        copy_tokens: Callable[[], Tensor] | None = None
-        if is_asked_for(ctx, 1):
-            is_soon = of_up.shard.gradients.deferred is None
-            copy_tokens = places.start_spreading(tokens) if is_soon else partial(places.spread, tokens)
         rows = places.spread(gradient, arrivals) if is_asked_for(ctx, 2) else None
         factors = weights.reshape(-1).index_select(0, slots).to(sum_dtype(tokens.dtype))
         down = of_down.gather_again(ctx.down, placement, ctx.writes[1]) if down is None else down
@@ -339,9 +335,9 @@ class MultiplyTokens(torch.autograd.Function):
             up = of_up.gather_again(ctx.up, placement, ctx.writes[0]) if up is None else up
             transposed = up.transpose(1, 2)
             returning.finish = places.start_product_back(of_inner, transposed, is_ahead=returning.is_ahead)
-        if copy_tokens is not None:
+        if is_asked_for(ctx, 1):
             room = places.room_of_sums if needs_x else 0
-            of_up.make_weight_gradient(ctx.up, copy_tokens, of_inner, offsets, placement, room)
+            of_up.make_weight_gradient(ctx.up, partial(places.spread, tokens), of_inner, offsets, placement, room)
         return torch.zeros(1, dtype=gradient.dtype, device=gradient.device), None, None, None, None, None
 
 

@@ -169,7 +169,7 @@ def _launch_product(
     if arrivals is not None and tokens is not None:
         order = arrivals.order(tokens, offsets, m)
         count = order.ends[-1:]  # of the farthest rank's: between nodes the channel has fewer ranks
-        operands = order.experts, count, offsets.new_zeros(1), source, tokens, described, offsets, *results
+        operands = order.experts, count, order.claimed, source, tokens, described, offsets, *results
         constants = m, n, k, is_transposed, epilogue, *arrivals.constants
         arguments = arrivals.channel, arrivals.counters, order.mapping, *operands, *sizes, *constants
         key = *map(tiles.kind_of, (arrivals.counters, *operands, *sizes)), *constants, num_warps, num_stages

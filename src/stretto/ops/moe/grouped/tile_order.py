@@ -35,12 +35,14 @@ class TileOrder:
 
     mapping: tile t has rows f_S of expert experts[t]; f_R is the farthest rank that they come from (ranks are as far as
     this rank's next ones follow it), and f_C the range of channels that signal them, of all ranks' one after
-    another. ends: int32 [ranks], how many tiles have rows of ranks up to each distance. block_rows: of a tile, at most.
+    another. ends: int32 [ranks], how many tiles have rows of ranks up to each distance. claimed: int32 [1], 0, of one
+    product's programs. block_rows: of a tile, at most.
     """
 
     mapping: tiles.DynamicMapping
     experts: Tensor
     ends: Tensor
+    claimed: Tensor
     block_rows: int
 
 
@@ -75,11 +77,20 @@ class Arrivals:
         self._sizes = {"channels": channels, "parts": mapping.rows.value, "part_rows": part_rows}
         self._block_channel, self._table, self._sent = block_channel, table, sent
         self._are_here = False
+        self._order: TileOrder | None = None
         self.copies: list[Callable[[], object]] = []
 
     def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
-        """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]."""
-        return find_tile_order(places, offsets, self._table, self._rank, block_rows=block_rows, **self._sizes)
+        """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]; that of `find_order`."""
+        if self._order is None or self._order.block_rows != block_rows:
+            self.find_order(places, offsets, block_rows)
+        order, self._order = self._order, None  # one product's
+        assert order is not None
+        return order
+
+    def find_order(self, places: Tensor, offsets: Tensor, block_rows: int) -> None:
+        """Find the order now; there may be more places, which are behind the last expert's rows."""
+        self._order = find_tile_order(places, offsets, self._table, self._rank, block_rows=block_rows, **self._sizes)
 
     def run(
         self, kernel: Any, key: Hashable, programs: int, arguments: tuple[Any, ...], options: dict[str, int]
@@ -151,15 +162,15 @@ def find_tile_order(
     """
     world, experts, n = table.shape[1], offsets.shape[0] - 1, places.shape[0]
     capacity = triton.cdiv(n // block_rows + experts, 4) * 4  # tables begin at multiples of 16 bytes
-    tables = torch.empty(_TABLES * capacity + world, dtype=torch.int32, device=places.device)
+    tables = torch.empty(_TABLES * capacity + world + 1, dtype=torch.int32, device=places.device)
     with torch.cuda.device_of(places):
         launch_cached(
             fill_tile_tables, experts, places, offsets.contiguous(), table, tables, rank, capacity,
             EXPERTS=max(triton.next_power_of_2(experts), _MANY_EXPERTS), WORLD=world, CHANNELS=channels, PARTS=parts,
             PART_ROWS=part_rows, BLOCK_ROWS=block_rows, num_warps=4,
         )  # fmt: skip
-    *mapped, of_experts, ends = tables.split([capacity] * _TABLES + [world])
-    return TileOrder(tiles.look_up_tiles(*mapped), of_experts, ends, block_rows)
+    *mapped, of_experts, ends, claimed = tables.split([capacity] * _TABLES + [world, 1])
+    return TileOrder(tiles.look_up_tiles(*mapped), of_experts, ends, claimed, block_rows)
 
 
 @triton.jit(do_not_specialize=["rank", "capacity"])
@@ -167,7 +178,7 @@ def fill_tile_tables(  # type: ignore[no-untyped-def]
     places, offsets, table, tables, rank, capacity, EXPERTS: tl.constexpr, WORLD: tl.constexpr, CHANNELS: tl.constexpr,
     PARTS: tl.constexpr, PART_ROWS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write tables int32 [6, capacity] of `TileOrder`, then ends: each program those of one expert's tiles.
+    """Write tables int32 [6, capacity] of `TileOrder`, then ends, then 0: each program those of one expert's tiles.
 
     An expert's rows are in the order of their sources, so its tiles that wait for the same rank follow each other, from
     where that source's rows begin. A tile with rows of sources before this rank and from it on waits for a rank before
@@ -195,6 +206,7 @@ def fill_tile_tables(  # type: ignore[no-untyped-def]
     nearer = tl.sum(tl.where(distance[:, None] < distance[None, :], total[:, None], 0), 0)
     if expert == 0:
         tl.store(tables + 6 * capacity + distance, nearer + total, mask=source < WORLD)
+        tl.store(tables + 6 * capacity + WORLD, 0)
     is_mine = (at == expert)[:, None]
     start = nearer + tl.sum(tl.where((at < expert)[:, None], tiles_of, 0), 0)  # the first of mine, of each source
     first = tl.sum(tl.where(is_mine, first, 0), 0)
