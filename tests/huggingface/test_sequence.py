@@ -198,6 +198,22 @@ def messages_of_hidden(tokens: Tensor) -> tuple[Counter[str], list[float], str, 
     return sent, [distance(*pair) for pair in zip(ours.hidden_states, theirs, strict=True)], of_odd, of_decoding
 
 
+def refuse_backward_hooks(tokens: Tensor) -> None:
+    model = parallelize(build(Case("llama", X2)), Grid(x=2), shard_sequence=True)
+    attention = model.get_submodule("model.layers.1.self_attn")
+    for module in (attention, attention.get_submodule("v_proj")):
+        handle = module.register_full_backward_hook(lambda _, gradients, __: tuple(gradients))
+        with pytest.raises(ValueError, match=f"{type(module).__name__} has backward hooks"):
+            model(input_ids=tokens)
+        handle.remove()
+    attention.get_submodule("o_proj").register_full_backward_hook(lambda _, gradients, __: tuple(gradients))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+
+
+def test_backward_hooks_of_what_takes_a_stand_in_are_refused(ranks: MakeRanks) -> None:
+    ranks(2).run(refuse_backward_hooks, torch.arange(16).view(2, 8))
+
+
 def test_gathers_and_scatters_take_the_place_of_all_reduces_and_hidden_states_are_whole(ranks: MakeRanks) -> None:
     tokens = torch.arange(16).view(2, 8)
     for sent, distances, of_odd, of_decoding in ranks(2).run(messages_of_hidden, tokens):

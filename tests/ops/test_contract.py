@@ -215,6 +215,10 @@ def cast_nothing(implementation):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
             found.append(ops.mlp(x / 3, up / 3, up.T / 3, gate=up / 7, implementation=implementation))
     assert torch.equal(*found)
+    if implementation == "library":
+        x, up, bias = (leaf.detach().double().requires_grad_() for leaf in make_leaves())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert ops.mlp(x, up, up.T, gate=up, up_bias=bias, implementation="library").dtype == torch.float64
 
 
 @pytest.mark.parametrize("implementation", ["kernel", "library"])

@@ -24,7 +24,7 @@ class DividedTokens(Protocol):
 
     def forget_gathered(self) -> None: ...
 
-    def stand_in(self, part: Tensor) -> Tensor: ...
+    def stand_in(self, part: Tensor, module: nn.Module) -> Tensor: ...
 
     def is_part(self, hidden: Tensor) -> bool: ...
 
@@ -73,8 +73,8 @@ def shard_between_blocks(
     def leave(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return (tokens.leave(output[0]), *output[1:]) if isinstance(output, tuple) else tokens.leave(output)
 
-    def stand_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return _with_hidden(args, kwargs, tokens.stand_in)
+    def stand_in(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return _with_hidden(args, kwargs, lambda part: tokens.stand_in(part, attention))
 
     @torch.compiler.disable
     def gather_states(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

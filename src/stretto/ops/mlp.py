@@ -11,6 +11,7 @@ from torch.nn import functional
 from stretto.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_gathered
 from stretto.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from stretto.ops.operands import require_out, require_weight, takes_tensors
+from stretto.ops.operator import without_autocast
 from stretto.suggestions import require_one_of
 
 
@@ -70,7 +71,7 @@ def mlp(
         # One product with both weights, so that x's gradient is one reduce-scatter.
         bias = _join_biases(gate_bias, up_bias, gate)
         both = all_gather_matmul(
-            x, torch.cat((gate, up)), group, bias=bias, saves_gathered=saves_gathered, implementation=implementation
+            x, _join((gate, up)), group, bias=bias, saves_gathered=saves_gathered, implementation=implementation
         )
         left, right = both.chunk(2, dim=-1)
         hidden = act(left) * right
@@ -103,4 +104,7 @@ def _join_biases(gate_bias: Tensor | None, up_bias: Tensor | None, gate: Tensor)
     if gate_bias is None and up_bias is None:
         return None
     parts = (gate.new_zeros(gate.shape[0]) if bias is None else bias for bias in (gate_bias, up_bias))
-    return torch.cat(list(parts))
+    return _join(list(parts))
+
+
+_join = without_autocast(torch.cat)  # which refuses fp64 under autocast

@@ -557,7 +557,7 @@ class ParallelLinear(ShardedModule):
         """The output, by Algorithm 3. A compiler's graph breaks here."""
         if x.dim() == 1:
             return self.forward_on_grid(x.unsqueeze(0)).squeeze(0)
-        if self.plan.tokens is not None and (stand_in := self.plan.tokens.find_stand_in(x)) is not None:
+        if self.plan.tokens is not None and (stand_in := self.plan.tokens.find_stand_in(x, self)) is not None:
             if self.joined is not None:
                 return self.joined.output_of(self, stand_in)
             x = stand_in.part

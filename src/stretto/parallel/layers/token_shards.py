@@ -136,9 +136,10 @@ class TokenShards:
         """True for [1, tokens / x, features] of the last batch, and False for whole hidden states."""
         return tuple(hidden.shape[:-1]) == (1, self.here.stop - self.here.start) != self.shape
 
-    def stand_in(self, part: Tensor) -> Tensor:
-        """A tensor of the shape of all tokens, for code that reads its input's shape: linears take `part` in its
-        place. Its elements are NaN, so that a result of anything else that computes with it is."""
+    def stand_in(self, part: Tensor, module: nn.Module) -> Tensor:
+        """A tensor of the shape of all tokens, for a module whose code reads its input's shape: linears take `part` in
+        its place. Its elements are NaN, so that a result of anything else that computes with it is."""
+        _refuse_backward_hooks(module)
         whole = part.new_full((), torch.nan).expand(*self.shape, part.shape[-1])
         if torch.compiler.is_compiling():
             self._traced_stand_in = whole, part
@@ -147,10 +148,13 @@ class TokenShards:
         stand_ins[key] = ref(whole, lambda _: stand_ins.pop(key, None)), TokenStandIn(part)
         return whole
 
-    def find_stand_in(self, x: Tensor) -> TokenStandIn | None:
-        """Find the tokens that `x` stands for; None if it is a tensor of its own."""
+    def find_stand_in(self, x: Tensor, linear: nn.Module) -> TokenStandIn | None:
+        """Find the tokens that a linear's input stands for; None if it is a tensor of its own."""
         alive, found = self._stand_ins.get(id(x), (None, None))
-        return found if alive is not None and alive() is x else None
+        if alive is None or alive() is not x:
+            return None
+        _refuse_backward_hooks(linear)
+        return found
 
     @property
     def here(self) -> slice:
@@ -180,6 +184,15 @@ class TokenShards:
         """[batch, seq, features] of [1, tokens / x, features], without a gradient."""
         rows = part.flatten(0, -2)
         return self.whole(gather_rows(rows, rows.shape[0] * self.group.size(), self.group))
+
+
+def _refuse_backward_hooks(module: nn.Module) -> None:
+    """ValueError for hooks of the gradient of a stand-in, which has none: torch would drop what they return."""
+    if module._backward_hooks:
+        raise ValueError(
+            f"{type(module).__name__} has backward hooks, but with sequence sharding attention and its linears get no "
+            "gradient of their input: give them to the block, or call parallelize(..., shard_sequence=False)"
+        )
 
 
 def own_tokens(tokens: int, group: dist.ProcessGroup) -> slice:
