@@ -225,6 +225,7 @@ ANSWERS = (
     Answer("tune products --ranks 2 --model gpt2-smal", REFUSED, "did you mean 'gpt2-small'"),
     Answer("doctor --jsno", REFUSED, "did you mean --json?"),
     Answer("doctor --preflight --ranks 0", REFUSED, "--ranks is 0, but must be 1 to the number of GPUs"),
+    Answer("doctor --preflight --folder nowhere", REFUSED, "which is not a folder"),
     Answer("doctor --kernels --ranks 1", REFUSED, "ranks is 1, but must be at least 2"),
     Answer("export nowhere --to model.safetensors", REFUSED, "nowhere"),
     Answer("export broken-checkpoint --to model.safetensors", REFUSED, "is damaged"),

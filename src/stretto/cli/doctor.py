@@ -107,6 +107,8 @@ def _measure_ranks(ranks: int | None, cluster: str | None, folder: Path, *, as_j
         from stretto.cluster.detection import count_gpus
         from stretto.cluster.local_ranks import is_rank
 
+        if not folder.is_dir():  # one that the check made would be measured on another file system
+            raise ValueError(f"--folder is {str(folder)!r}, which is not a folder; . would do")
         require_writable_folder(folder, "--folder")
         known = None if cluster is None else Cluster.find(cluster)
         gpus = count_gpus()
