@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stretto.parallel.capture import note_forward
-from stretto.parallel.comm.autograd import compiled_within, in_backward
+from stretto.parallel.comm.autograd import compiled_within, in_backward, input_chain
 from stretto.parallel.comm.collectives import find_spread
 from stretto.parallel.comm.counting import not_counted
 from stretto.parallel.comm.gradient_reducer import GradientReducer
@@ -123,7 +123,7 @@ def end_forward(state: ParallelState) -> None:
             return
         state.forward_thread = None
     state.weight_gatherer.is_in_forward = state.gradient_reducer.is_in_forward = False
-    state.gradient_reducer.chain.forget()
+    input_chain.forget()
     state.weight_gatherer.end_forward()
 
 

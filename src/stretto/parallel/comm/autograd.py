@@ -5,6 +5,7 @@ Also the base class of this package's dispatch modes.
 """
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -138,15 +139,14 @@ def is_asked_for(ctx: Any, place: int) -> bool:
         raise RuntimeError(REFUSED_GRAD) from error
 
 
-class InputChain:
+class _InputChain(threading.local):
     """Leads a tensor that several linears take in a row through their nodes: each passes it on to the next, as a view.
 
     So a linear's backward pass is given the sum of the input's gradients of those after it, and adds its own within the
     product that makes it. Autograd would add them by kernels, of which each reads two gradients and writes one.
     """
 
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, int, Tensor] | None = None
+    _last: tuple[Tensor, int, Tensor] | None = None
 
     def follow(self, x: Tensor) -> Tensor:
         """What the linear before passed on, if it took this tensor, which has not been written since; else x."""
@@ -158,8 +158,11 @@ class InputChain:
         self._last = x, x._version, passed_on
 
     def forget(self) -> None:
-        """Free the tensors, at the end of a forward pass."""
+        """Free the tensors, at the end of a forward pass, and at both ends of code that is computed again."""
         self._last = None
+
+
+input_chain = _InputChain()
 
 
 def with_gradient_of_its_own(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.axes import LOSS, STAGE
 from stretto.execution import SCATTERS_IN_FLIGHT, Overlap
-from stretto.parallel.comm.autograd import REFUSED_GRAD, InputChain, at_end_of_backward
+from stretto.parallel.comm.autograd import REFUSED_GRAD, at_end_of_backward
 from stretto.parallel.comm.collectives import Pending
 from stretto.parallel.comm.gradient_buckets import (
     BackwardPass,
@@ -117,7 +117,7 @@ class GradientReducer:
     takes gradients in place of `.grad` once `send_to` was called (`stretto.optim.state`); `listener` learns when those
     in `.grad` are final. `after_sync` is called once a pass has summed all gradients. While `deferred` is a list,
     linears leave the products that make their weights' gradients there, by `defer` (`stretto.parallel.pipeline`).
-    `is_in_forward`: the whole model's forward runs, which has looked at all parameters; `chain`: of its linears.
+    `is_in_forward`: the whole model's forward runs, which has looked at all parameters.
     `has_synced`: a backward pass that syncs has ended since a caller set this to False. A pass through frozen
     parameters alone is none: the reducer does not see it. `averages`: reductions over ranks average, so that a loss of
     the global batch has its gradient multiplied by the number of ranks (docs/decisions/030); else they sum.
@@ -152,7 +152,6 @@ class GradientReducer:
         self.is_syncing = True
         self.has_synced = False
         self.is_in_forward = False
-        self.chain = InputChain()
         self.accumulates_unsharded = self.keeps_unsharded = self.has_kept_unsharded = False
         self._unsharded = UnshardedGradients(precision)
         self._users_hooks = UsersHooks(self._enter)

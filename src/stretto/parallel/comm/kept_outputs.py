@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stretto.execution import Recomputation
-from stretto.parallel.comm.autograd import SelectiveMode
+from stretto.parallel.comm.autograd import SelectiveMode, input_chain
 
 _COMMUNICATION, _PRODUCTS = frozenset({"communication"}), frozenset({"products"})
 # What may be kept, and the modes of recomputation that keep it. A layer that sends something new within blocks adds a
@@ -111,6 +111,7 @@ class _Pass(AbstractContextManager["_Pass"]):
     def __enter__(self) -> "_Pass":
         self.position = 0
         self.run = object()
+        input_chain.forget()
         self._before, _running.current = _running.current, self
         if self.mode.kind == "products":
             self._products = _KeepProducts().__enter__()
@@ -119,6 +120,7 @@ class _Pass(AbstractContextManager["_Pass"]):
     def __exit__(self, *error: Any) -> None:
         if self.mode.kind == "products":
             self._products.__exit__(*error)
+        input_chain.forget()
         _running.current = self._before
 
     def keep(self, name: str, make: Callable[[], T]) -> T:

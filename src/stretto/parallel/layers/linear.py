@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from stretto.execution import HALVED_BYTES, HALVED_INPUTS
 from stretto.parallel.comm.autograd import (
-    InputChain,
     apply,
     directly_called,
+    input_chain,
     is_asked_for,
     not_compiled,
     once_differentiable,
@@ -437,7 +437,7 @@ class _SaveFirst(torch.autograd.Function):
 class _Linear3D(torch.autograd.Function):
     """Takes the DTensor parameter itself: its gradient goes there by `start_reduction`, not through autograd.
 
-    saved: of `_SaveFirst`; None: this function saves them. passes_on: also return x, for the next link of `InputChain`.
+    saved: of `_SaveFirst`; None: this function saves them. passes_on: also return x, for `input_chain`.
     """
 
     @staticmethod
@@ -630,11 +630,11 @@ class ParallelLinear(ShardedModule):
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         tokens = self.plan.tokens
         if tokens is None:
-            chain = self._find_chain(x)
-            if chain is None:
+            if not self._adds_gradients(x):
                 return apply(_Linear3D, x, self.weight, bias, self.plan, None, self._save_first(x))
-            y, passed_on = apply(_Linear3D, chain.follow(x), self.weight, bias, self.plan, None, None, True)
-            chain.note(x, passed_on)
+            given, saved = input_chain.follow(x), self._save_first(x)
+            y, passed_on = apply(_Linear3D, given, self.weight, bias, self.plan, None, saved, True)
+            input_chain.note(x, passed_on)
             return y
         rows = x.flatten(0, -2).contiguous()
         if self.plan.is_rowwise:
@@ -642,13 +642,13 @@ class ParallelLinear(ShardedModule):
             return apply(_Linear3D, rows, self.weight, bias, self.plan, None, self._save_first(rows)).unsqueeze(0)
         return tokens.whole(apply(_Linear3D, rows, self.weight, bias, self.plan, tokens.gathered_input(x), None))
 
-    def _find_chain(self, x: Tensor) -> InputChain | None:
-        """What leads the input from one linear to the next, if its gradient is asked for and nothing is sent."""
+    def _adds_gradients(self, x: Tensor) -> bool:
+        """True if `input_chain` leads the input on: its gradient is asked for, and nothing is sent."""
         plan, gradients = self.plan, self.plan.shard.gradients
         is_plain = type(plan) is LinearPlan and plan.sends_nothing and not (plan.is_invariant or plan.matmuls.is_on)
-        if not is_plain or not gradients.is_in_forward or is_recomputed():
-            return None
-        return gradients.chain if x.requires_grad and torch.is_grad_enabled() else None
+        if not is_plain or not (gradients.is_in_forward or is_recomputed()):
+            return False
+        return x.requires_grad and torch.is_grad_enabled()
 
     def _save_first(self, x: Tensor) -> Tensor | None:
         """The output of `_SaveFirst` in a pass that is recomputed; None in others, which would gain nothing by it."""
