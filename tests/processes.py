@@ -82,9 +82,14 @@ server.sendall(request)
 for descriptor in inherited:
     if descriptor > 2:
         os.close(descriptor)
+def forward(number, frame):
+    try:
+        server.sendall(bytes([number]))
+    except OSError:  # the program has just ended: its status is on its way
+        pass
 for number in {forwarded}:
     if signal.getsignal(number) is not signal.SIG_IGN:
-        signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+        signal.signal(number, forward)
 status = b""
 while len(status) < 4:
     part = server.recv(4 - len(status))

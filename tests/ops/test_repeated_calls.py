@@ -86,7 +86,7 @@ def disagree(debugs):
             ops.all_gather_matmul(calls[-1 if rank == 1 else 0], weight)
     after = ops.all_gather_matmul(calls[0] if debugs else calls[0][:4], weight)
     store = _get_process_group_store(dist.group.WORLD)
-    left = sum(store.check([f"stretto ops cpu {number} {rank}"]) for number in range(1, 20))
+    left = sum(store.check([f"strings of stretto ops cpu {number} {rank}"]) for number in range(1, 20))
     return str(error.value), list(after.shape), left
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, count_collectives, gather, layout_of, mean_over_batch, no_sync, parallelize
 from stretto.parallel.comm import collectives, gradient_buckets
+from stretto.parallel.comm.gradient_norm import scale_by
+from stretto.parallel.layers import loss
 from stretto.train.stored_optimizer import StoredOptimizer, sgd_update
 from tests.parallel.training import distance
 
@@ -225,6 +227,10 @@ def averaged_by_the_backend(kind: str, sizes: dict[str, int]) -> tuple[bool, int
         tensor.copy_(divide_first(tensor, op, group))
         return reduces(tensor, op=dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op, group=group, async_op=async_op)
 
+    def scale_each(gradients: list[Tensor], factor: Tensor) -> None:
+        for gradient in gradients:
+            scale_by(gradient, factor, out=gradient)
+
     grid, found, multiply = Grid(**sizes), [], torch._foreach_mul_
     for averages in (False, True):
         model = parallelize(build(kind), grid, blocks=["blocks.*"] if kind == "blocks" else None)
@@ -233,6 +239,7 @@ def averaged_by_the_backend(kind: str, sizes: dict[str, int]) -> tuple[bool, int
             mock.patch.object(gradient_buckets, "can_average", return_value=averages),
             mock.patch.object(collectives, "_reduce_scatter", reduce_scatter),
             mock.patch.object(dist, "all_reduce", all_reduce),
+            mock.patch.object(loss, "scale_gradients", scale_each),  # the head's own, which is no pass over gradients
             mock.patch.object(torch, "_foreach_mul_", mock.Mock(wraps=multiply)) as passes,
         ):
             loss_of(model, *batch(grid), ROWS * SEQ_LEN, grid).backward()
