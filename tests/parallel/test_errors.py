@@ -231,6 +231,9 @@ def on_four_ranks() -> dict[str, str]:
     norm = chain(nn.Linear(8, 8), nn.LayerNorm(8), grid, "colwise", "norm")
     dropout = chain(nn.Linear(8, 8), nn.Dropout(0.1), grid, "rowwise", "inner_dropout")
     right = chain(nn.Linear(8, 8), nn.Linear(8, 8), grid, "colwise", "rowwise")
+    without_bias = chain(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), grid, "colwise", "rowwise")
+    with pytest.raises(RuntimeError, match="same dtype"):  # torch's own error
+        without_bias(x.bfloat16())
     messages = {
         "linears": message_of(lambda: linears(x)),
         "norm": message_of(lambda: norm(x)),

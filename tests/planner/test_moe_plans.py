@@ -138,6 +138,12 @@ def test_y_sums_the_outputs_of_gate_and_up_and_halves_what_is_sent():
     assert found["all_gather", "y", True] == TOKENS * HIDDEN / 2  # the router takes whole features
 
 
+def test_plans_of_experts_that_do_not_fit_say_why():
+    plans = stretto.plan("qwen3-30b-a3b", "dgx-h100", gpus=6, batch=6, seq_len=512)
+    assert all(plan.why.startswith("does not fit") for plan in plans if plan.is_possible)
+    assert {"gathered_weights", "activations", "logits"} <= set.intersection(*(set(plan.memory) for plan in plans))
+
+
 def test_y_halves_the_features_that_experts_keep_of_rows_and_not_what_the_router_takes():
     kept, alone = LAYER.kept(GridSizes(y=2), 1), LAYER.kept(GridSizes(), 1)
     assert alone - kept == 2 * ACTIVE * HIDDEN / 2 - HIDDEN  # inputs and outputs; whole tokens are gathered besides

@@ -252,7 +252,8 @@ def step_memory(
         moments[2]["temporary"] = (widest + largest) * element + bucket
         if model.has_own_head:
             moments[2]["gradients"] -= table * of_number.gradient
-            moments.append({"gradients": gradients, "temporary": table * element + bucket})
+            rest = {"gradients": gradients, "temporary": table * element + bucket}
+            moments.append(dict.fromkeys(moments[0], 0.0) | rest)
     if unsharded:
         moments.append(
             {  # the end of an earlier micro-batch's backward pass, which sends nothing

@@ -246,6 +246,26 @@ def test_a_losss_factor_is_not_rounded_to_16_bits(ranks):
     assert torch.equal(found, wanted)
 
 
+def differences_in_fp16(options: dict[str, Any]) -> dict[str, float]:
+    """How far gradients in fp16 of a loss over 2^24 targets, scaled by as much, are from those of the loss over one."""
+    model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=VOCAB, max_seq_len=6)), Grid(x=2), **options)
+    found = []
+    for targets in (1, 1 << 24):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.float16, enabled=not options):
+            loss = model(TOKENS, TOKENS, num_targets=targets)
+        (loss * targets).backward()
+        found.append([gather(p.grad, layout_of(p)) for p in model.parameters()])
+    return {name: distance(a, b) for (name, _), a, b in zip(model.named_parameters(), *found, strict=True)}
+
+
+def test_small_gradients_of_fp16_are_scaled_before_they_are_rounded(ranks):
+    """A GradScaler multiplies the loss, which has been divided by the number of targets."""
+    for options in ({}, {"dtype": torch.float16}):
+        for found in ranks(2).run(differences_in_fp16, options):
+            assert set(found.values()) == {0}, found
+
+
 class Auxiliary(nn.Linear):
     """A layer that computes a loss of its own."""
 

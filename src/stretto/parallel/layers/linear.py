@@ -464,7 +464,10 @@ class _Linear3D(torch.autograd.Function):
         may_share = isinstance(ctx, FunctionCtx) and plan.tokens is None
         wants_columns = may_share and ctx.saver is None and bool(ctx.next_functions) and parameter.requires_grad
         how = {"may_share": may_share, "wants_columns": wants_columns}
-        y, x = plan.make_output(x, plan.matrix(weight, x.dtype), bias, gathered, **how)
+        # A graph has been traced under autocast, and runs outside of it. Else torch refuses operands of two dtypes.
+        casts = torch.is_autocast_enabled(x.device.type) or not isinstance(ctx, FunctionCtx)
+        matrix = plan.matrix(weight, x.dtype if casts else weight.rows.dtype)
+        y, x = plan.make_output(x, matrix, bias, gathered, **how)
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
         ctx.version = weight.version if plan.keeps_weights else writes_of(parameter)
         if ctx.saver is None:

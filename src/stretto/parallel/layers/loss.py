@@ -79,6 +79,9 @@ class _HeadLoss(torch.autograd.Function):
             weight = F.pad(weight, (0, 0, 0, -rows % LOGITS_ROW_MULTIPLE))  # which copies, even where it adds no rows
         exact = statistics_dtype(hidden)
         total = torch.zeros((), dtype=exact, device=hidden.device)
+        # Gradients of a mean are too small for fp16, and a GradScaler's factor comes with the backward pass.
+        divides_later = hidden.dtype == torch.float16
+        factor = torch.ones_like(scale) if divides_later else scale
         needs_gradient = is_recorded and any(ctx.needs_input_grad)
         grad_hidden = torch.empty_like(hidden) if needs_gradient else None
         wants_weight = needs_gradient and parameter.requires_grad
@@ -95,7 +98,7 @@ class _HeadLoss(torch.autograd.Function):
             else:
                 logits = all_reduce(hidden[part] @ weight.t(), plan.output_reduce_group)
             is_valid = targets[part] != IGNORED_TARGET
-            scales = torch.where(is_valid, scale, 0) if grad_hidden is not None else None  # it is inf of none
+            scales = torch.where(is_valid, factor, 0) if grad_hidden is not None else None  # it is inf of none
             own_targets, group = targets[part] - head.first_row, head.grid.communicator("x")
             if has_kernels:
                 loss = _cross_entropy_by_kernels(logits, own_targets, scales, rows, group)
@@ -123,8 +126,9 @@ class _HeadLoss(torch.autograd.Function):
                 grad_weight = hidden.new_zeros(weight.shape)
             all_reduce(grad_hidden, plan.input_grad_reduce_group)
             dtype = plan.shard.precision.compute or parameter.dtype
-            own = None if grad_weight is None else grad_weight[:rows].to(dtype)
+            own = None if grad_weight is None else grad_weight[:rows].to(exact if divides_later else dtype)
             ctx.save_for_backward(grad_hidden, own, grad_bias)
+            ctx.dtype, ctx.scale = dtype, torch.where(scale.isinf(), 0, scale) if divides_later else None
         ctx.plan, ctx.parameter = plan, parameter
         return total * scale
 
@@ -132,6 +136,8 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        if ctx.scale is not None:
+            gradient = gradient * ctx.scale
         wanted = [each for each in (grad_hidden, grad_weight) if each is not None]
         if torch._C._autograd._get_current_graph_task_keep_graph():  # for another backward pass
             wanted = [scale_by(each, gradient) for each in wanted]
@@ -139,7 +145,7 @@ class _HeadLoss(torch.autograd.Function):
             scale_gradients(wanted, gradient)  # in their memory
         grad_hidden, grad_weight = wanted[0], wanted[-1]
         if is_asked_for(ctx, 1):
-            ctx.plan.shard.start_reduction(ctx.parameter, grad_weight)
+            ctx.plan.shard.start_reduction(ctx.parameter, grad_weight.to(ctx.dtype))
         return grad_hidden, None, None if grad_bias is None else grad_bias * gradient, None, None, None, None
 
 
