@@ -485,38 +485,38 @@ def _attend_splits(cache, shape, queries, pages, position, kv_head, splits, end,
     """The partial result of the fixed splits first, first + parts, ... below high, merged from the first to the last.
 
     splits: (first, high, parts). end: behind the last key. partials: None, or (sums, stats, place, inside) by which
-    each split's partial result is stored, at place + split. whole: None, or of chunks: see `_attend_keys`. A single
-    token has one loop over all tiles, so that loads go on from split to split; a chunk's instructions of tensor cores
-    would wait for each other if a branch of their loop wrote to their sums.
+    each split's partial result is stored, at place + split. One loop over all tiles, so that loads go on from split to
+    split; see `_attend_keys`.
     """
     first, high, parts = splits
     each: tl.constexpr = shape.split // shape.keys
     count = tl.cdiv(tl.maximum(high - first, 0), parts)
+    last = (first + (count - 1) * parts) * shape.split
+    tiles = (count - 1) * each + tl.cdiv(tl.minimum(end - last, shape.split), shape.keys)
     state = _begin(shape)
     merged = _begin(shape)
-    if whole is None:
-        last = (first + (count - 1) * parts) * shape.split
-        tiles = (count - 1) * each + tl.cdiv(tl.minimum(end - last, shape.split), shape.keys)
-        for tile in range(tiles):
-            split = first + tile // each * parts
-            start = split * shape.split + tile % each * shape.keys
-            state = _attend_tile(cache, shape, queries, pages, position, kv_head, start, end, scale, state, True)
-            if (tile % each == each - 1) | (tile == tiles - 1):
-                if partials is None:
+    middle = tiles * 0
+    if whole is not None:  # noqa: SIM102 - known when it is compiled
+        if shape.window == 0:
+            middle = tl.minimum(tl.maximum(whole // shape.keys - first * each, 0), tiles)
+            for tile in range(middle):
+                start = first * shape.split + tile * shape.keys
+                state = _attend_tile(cache, shape, queries, pages, position, kv_head, start, end, scale, state, False)
+                if tile % each == each - 1:
                     merged = _merge(merged, state, shape.is_turned)
-                else:
-                    sums, stats, place, inside = partials
-                    _store_partial(shape, sums, stats, place + split, inside, state)
-                state = _begin(shape)
-    else:
-        for index in range(count):
-            begin = (first + index) * shape.split
-            stop = tl.minimum(begin + shape.split, end)
-            state = _attend_keys(
-                cache, shape, queries, pages, position, kv_head, begin, stop, whole, scale, _begin(shape)
-            )
-            merged = _merge(merged, state, shape.is_turned)
-    return merged
+                    state = _begin(shape)
+    for tile in range(middle, tiles):
+        split = first + tile // each * parts
+        start = split * shape.split + tile % each * shape.keys
+        state = _attend_tile(cache, shape, queries, pages, position, kv_head, start, end, scale, state, True)
+        if (tile % each == each - 1) | (tile == tiles - 1):
+            if partials is None:
+                merged = _merge(merged, state, shape.is_turned)
+            else:
+                sums, stats, place, inside = partials
+                _store_partial(shape, sums, stats, place + split, inside, state)
+            state = _begin(shape)
+    return _merge(merged, state, shape.is_turned)  # where no split was left for the second loop
 
 
 @triton.jit
