@@ -116,11 +116,15 @@ def what_takes_counts(count: Callable[[int], int]) -> list[str]:
     plans = plan(
         config, Cluster.preset("perlmutter"), gpus=count(4), batch=count(8), seq_len=count(64), context=count(1)
     )
+    stages = plan("gpt2-small", "dgx-h100", gpus=4, batch=8, seq_len=512, pipe=count(2))
+    packed = plan("gpt2-small", "dgx-h100", gpus=4, batch=8, seq_len=512, documents=[count(100), count(400)])
+    experts = plan("qwen3-30b-a3b", "dgx-h100", gpus=8, batch=8, seq_len=512, expert=count(4))
     permuted = permute(torch.eye(4), torch.tensor([[0], [1], [2], [1]]), count(4))
     return [
         repr(check_sizes({"data": count(2), "x": count(3), "expert": count(2)})),
         json.dumps(vars(config)),
         repr(plans[0]),
+        repr((stages, packed, experts)),
         repr(permuted.offsets.tolist()),
         gather_by(count),
         repr(require_whole("room", count(3))),

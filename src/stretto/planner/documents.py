@@ -151,9 +151,7 @@ def read_packed(documents: object, seq_len: int) -> PackedDocuments | None:
         case str() | Path():
             return pack(read_lengths(Path(documents)), seq_len)
         case Sequence() if documents:
-            for length in documents:
-                require_whole("a document's length", length, 1, 1 << 40)
-            return pack([(length, 1) for length in documents], seq_len)
+            return pack([(require_whole("a document's length", each, 1, 1 << 40), 1) for each in documents], seq_len)
     raise ValueError(f"documents must be 'pile', a file of lengths, or one or more lengths, not {documents!r:.60}")
 
 

@@ -202,6 +202,7 @@ def make_search_space(
     if memory not in (None, "auto"):
         raise ValueError(f"memory is {memory!r}, but must be 'auto' or None")
     expert, expert_tensor = fixed.get("expert"), fixed.get("expert_tensor")
+    expert = None if expert is None else require_whole("expert", expert)
     _check_experts(workload.model, expert, expert_tensor)
     layers = workload.model.layers
     if recompute is not None:
@@ -270,7 +271,6 @@ def _check_experts(model: Architecture, expert: int | None, expert_tensor: str |
         require_one_of(get_args(ExpertTensor), expert_tensor=expert_tensor)
     if expert is None:
         return
-    require_whole("expert", expert)
     if model.moe is None and expert > 1:
         raise ValueError(f"expert is {expert}, but {model.name} has no experts that ranks divide; expert=1 would do")
     if model.moe is not None and model.moe.experts % expert:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from stretto.planner.architecture import Architecture
 from stretto.planner.grids import divisors
 from stretto.planner.workload import MESSAGE_DRIVEN, ScheduleChoice
-from stretto.quantities import require_whole
+from stretto.quantities import require_whole, to_whole
 from stretto.schedules import SCHEDULES, ServeFirst
 from stretto.schedules.generators import V_SHAPED, check_numbers
 from stretto.suggestions import name_known, require_one_of
@@ -96,7 +96,7 @@ def make_pipeline_space(
                 "(--pipe auto) searches them, and pipe=2 takes two"
             )
         return PipelineSpace()
-    space = PipelineSpace(**asked)
+    space = PipelineSpace(**{name: to_whole(value) for name, value in asked.items()})
     space.check()
     stages = space.virtual_stages or (2 if space.schedule in (*V_SHAPED, "interleaved") else 1)
     if pipe == "auto":
@@ -108,7 +108,7 @@ def make_pipeline_space(
                 "an even number of GPUs, would do"
             )
         return replace(space, pipes=pipes if not given else tuple(n for n in pipes if n > 1))
-    require_whole("pipe", pipe, rest=", or 'auto'")
+    pipe = require_whole("pipe", pipe, rest=", or 'auto'")
     if ranks % pipe:
         near = min(divisors(ranks), key=lambda n: (abs(n - pipe), -n))
         raise ValueError(f"pipe={pipe} does not divide {ranks} GPUs; {near} would do")
