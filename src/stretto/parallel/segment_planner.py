@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from stretto.parallel.layout import Box, ParameterLayout, Split, place_on, view_box
 
@@ -67,11 +68,11 @@ def _watch(optimizer: Optimizer, *_: Any) -> None:
     if optimizer not in _noted:
         optimizer.register_state_dict_post_hook(_note_versions)
         optimizer.register_load_state_dict_pre_hook(_refuse_mixed)
-    _noted[optimizer] = {}  # the step writes
+    _noted[optimizer] = WeakTensorKeyDictionary()  # the step writes
 
 
 # Versions of an optimizer's state with segments when its state dict was taken: of each tensor, and of its shard.
-_noted: WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = WeakKeyDictionary()
+_noted: WeakKeyDictionary[Optimizer, WeakTensorKeyDictionary] = WeakKeyDictionary()
 
 
 def _segmented(state: Mapping[Any, Any]) -> Iterator[tuple[str, DTensor]]:
@@ -80,15 +81,15 @@ def _segmented(state: Mapping[Any, Any]) -> Iterator[tuple[str, DTensor]]:
 
 
 def _note_versions(optimizer: Optimizer, _: Any) -> None:
-    _noted[optimizer] = {
-        id(value): (value._version, value._local_tensor._version) for _, value in _segmented(optimizer.state)
-    }
+    _noted[optimizer] = WeakTensorKeyDictionary(
+        {value: (value._version, value._local_tensor._version) for _, value in _segmented(optimizer.state)}
+    )
 
 
 def _refuse_mixed(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Raise RuntimeError for the optimizer's own tensors of which only the shard was written since they were taken."""
     for name, value in _segmented(state_dict["state"]):
-        version, of_shard = _noted[optimizer].get(id(value), (-1, -1))
+        version, of_shard = _noted[optimizer].get(value, (-1, -1))
         if version == value._version and of_shard != value._local_tensor._version:
             raise RuntimeError(
                 f"{name} was written shard by shard, as set_optimizer_state_dict does with broadcast_from_rank0=True: "
