@@ -347,8 +347,8 @@ def _multiply_leaves(gemm, leaves, a, b, row, column, begin, COUNT: tl.constexpr
     depth = tl.arange(0, gemm.block_k)
     k = gemm.k // gemm.grain * gemm.grain
     n = gemm.n // gemm.grain * gemm.grain if gemm.transposed else gemm.n
-    left = leaves.steps
-    leaf = left * 0
+    missing = leaves.steps  # of the leaf
+    leaf = missing * 0
     for step in range(leaves.steps * COUNT):
         start = (begin + step) * gemm.block_k
         if gemm.by_tma:
@@ -368,11 +368,11 @@ def _multiply_leaves(gemm, leaves, a, b, row, column, begin, COUNT: tl.constexpr
         else:
             total = tl.dot(x, y, total, input_precision=gemm.precision)
         if COUNT > 1:
-            left -= 1
-            if left == 0:
+            missing -= 1
+            if missing == 0:
                 one, two, _ = add_leaf(COUNT, leaf, total, one, two, total)
                 total = tl.zeros(total.shape, tl.float32)
-                left = leaves.steps
+                missing = leaves.steps
                 leaf += 1
     return two if COUNT > 1 else total
 
