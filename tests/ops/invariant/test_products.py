@@ -185,6 +185,13 @@ def test_the_library_multiplies_where_its_bits_are_proved(monkeypatch, rows, sca
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: True)
     kernels.multiply_leaves(x[:, :4].contiguous(), weight[:, :4].contiguous(), None, 1, x.dtype)
     assert len(calls) == count + 1  # nothing is tried in a capture
+    monkeypatch.setattr("torch._C._get_cublas_allow_fp16_accumulation", lambda: True)
+    kernels.multiply_leaves(x, weight, None, 1, x.dtype)
+    assert len(calls) == count + 2  # nor is anything known of another setting
+    monkeypatch.setattr("torch._C._get_cublas_allow_fp16_accumulation", lambda: False)
+    monkeypatch.setattr("torch.are_deterministic_algorithms_enabled", lambda: True)
+    kernels.multiply_leaves(x, weight, None, 1, x.dtype)
+    assert len(calls) == count + 3  # and torch may refuse the library's
 
 
 def differentiate():

@@ -177,10 +177,13 @@ def _library_has_bits(config: GroupedConfig, x: Tensor, weight: Tensor) -> bool:
     Tried once a process, with random rows, where the host may wait: of some 10^7 results another order changes most,
     and thousands after they are rounded. What is chosen changes no bit, so ranks need not agree on it.
     """
-    library = torch.backends.cuda
-    settings = library.preferred_blas_library(), library.matmul.allow_bf16_reduced_precision_reduction
+    library, matmul = torch.backends.cuda.preferred_blas_library(), torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    settings = library, *reduced, matmul.allow_fp16_accumulation
     sizes = len(x), *weight.shape, weight.stride(), x.dtype, x.device, *settings
     if len(x) % _LIBRARY_ROWS or torch.is_autocast_enabled(x.device.type):  # which would cast
+        return False
+    if torch.are_deterministic_algorithms_enabled():  # torch refuses cuBLAS then, without CUBLAS_WORKSPACE_CONFIG
         return False
     if sizes not in _HAS_BITS and not torch.cuda.is_current_stream_capturing():
         rows = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
