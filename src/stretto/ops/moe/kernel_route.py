@@ -265,7 +265,8 @@ def find_kernel_route(
 
     def push() -> _Sorted:
         if not early or places > room:
-            ahead.clear()
+            while ahead:
+                ahead.pop()[1].drop()
             return sort(*receive(table, places, number, limit), rows, filled)
         slots, tokens, positions, is_here, offsets, *weights = early[0]
         of_places = (one[:number] for one in (positions, is_here))

@@ -123,6 +123,10 @@ class Arrivals:
             self._join()
         self._copy()
 
+    def drop(self) -> None:
+        """Make the current stream wait until this rank's rows have left, and nobody for those that arrive."""
+        self._join()
+
     def copy_to(self, memory: Tensor) -> None:
         """Have the rows, of which the group's next call overwrites the buffer, copied to memory that nobody has read.
 
