@@ -423,8 +423,8 @@ def attend_singles(cache, shape, q, out, sums, stats, splits, parts, scale, new,
     first, count = _count_tokens(cache.offsets, sequence)
     length = tl.load(cache.lengths + sequence)
     pages = cache.table + sequence.to(tl.int64) * cache.width
-    # Adds 0, as no page is -2^31 (it may be -1 where a window hides it): pages are on their way while the length is.
-    length += ((tl.load(pages) == -2147483648) & (length > 0)).to(tl.int32)
+    # Adds 0, as no page is negative: the first pages are on their way while the length is.
+    length += ((tl.load(pages) < 0) & (length > 0)).to(tl.int32)
     low, high = _find_used(shape, length, splits)
     own = low + part
     if (count == 1) & ((own < high) | ((part == 0) & (low >= high))):
