@@ -7,8 +7,8 @@
 
 Every rank pools for every other one, and so knows how many rows it has for it: vectors lie one after another, those of
 a table together, as rows of as many numbers as divide all ranks' columns, in memory of one slot. Its own go where they
-would arrive. `begin_pooling` has
-received that all ranks have begun the call, and so have read what the last one left there.
+would arrive. `begin_pooling` has received that all ranks have begun the call, and so have read what the last one left
+there.
 """
 
 import math

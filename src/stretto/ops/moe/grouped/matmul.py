@@ -256,7 +256,7 @@ def _is_captured(rows: Tensor) -> bool:
 
 
 def _select_rows(rows: Tensor, offsets: Tensor) -> Iterator[Tensor]:
-    """Which of rows [n, a] are each expert's: bool [n, 1]."""
+    """Yield for each expert which of rows [n, a] are its own: bool [n, 1]."""
     places = torch.arange(len(rows), device=rows.device)[:, None]
     return ((places >= begin) & (places < end) for begin, end in pairwise(offsets))
 
