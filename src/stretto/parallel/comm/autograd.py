@@ -149,7 +149,7 @@ class _InputChain(threading.local):
     _last: tuple[Tensor, int, Tensor] | None = None
 
     def follow(self, x: Tensor) -> Tensor:
-        """Return what the linear before passed on, if it took this tensor and nothing has written to it since; else x."""
+        """Return what the linear before passed on, if it took this tensor, not written since; else x."""
         if self._last is None or self._last[0] is not x or self._last[1] != x._version:
             return x
         return self._last[2]
