@@ -82,7 +82,6 @@ def test_ranks_that_share_a_gpu_are_clients_of_a_daemon_with_a_part_of_the_gpu_e
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": percentage,
         "CUDA_MPS_PIPE_DIRECTORY": "/0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "10" if gpus == 1 else "16",
     }
     ranks.close()
     assert pool.closed

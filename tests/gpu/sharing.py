@@ -20,10 +20,6 @@ from tests.pool import Pool
 
 SHARED = (2, 3, 4, 5, 8)
 """How many ranks share one GPU."""
-CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-CONNECTIONS_OF_A_GPU = 32
-"""Queues to the GPU, of all ranks together. Streams that share a queue wait for each other, which the streams of a
-process with a GPU to itself (8 queues) do not. MPS gives fewer by default; with 32 each, ranks do not start."""
 WITHOUT_MPS = (2,)
 """Numbers of ranks without MPS, where a barrier of 4 ranks takes 7 ms instead of 0.1 ms."""
 
@@ -101,7 +97,6 @@ class GpuRanks:
             if has_mps():
                 ranks_of_a_gpu = -(-self._world // count_gpus())
                 self.environment |= self._started.enter_context(self._make_daemon(share_for(ranks_of_a_gpu)))
-                self.environment[CONNECTIONS] = str(max(2, CONNECTIONS_OF_A_GPU // ranks_of_a_gpu))
         cache = {compile_once.VARIABLE: compile_once.NAME}
         self._pool = self._make_pool(self._world, self.environment | cache, backend=backend)
         self._started.callback(self._pool.close)

@@ -30,6 +30,7 @@ def test_the_mps_daemon_is_ended_and_its_folder_removed_after_an_error_too(tmp_p
         "    print(*sys.argv[1:], command, os.environ['CUDA_MPS_PIPE_DIRECTORY'], file=log)\n",
     )
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     given: dict[str, str] = {}
 
     def interrupt_a_client() -> None:
@@ -42,6 +43,7 @@ def test_the_mps_daemon_is_ended_and_its_folder_removed_after_an_error_too(tmp_p
         interrupt_a_client()
     folder = given["CUDA_MPS_PIPE_DIRECTORY"]
     assert given["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+    assert given["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"  # two by default, and streams of two groups share one
     assert [line.split() for line in log.read_text().splitlines()] == [["-d", folder], ["quit", folder]]
     assert not Path(folder).exists()
 

@@ -18,6 +18,9 @@ from pathlib import Path
 _CONTROL = "nvidia-cuda-mps-control"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_QUEUES_OF_A_GPU = 32  # of all its processes together: with 32 each, 8 do not start
+_FEWEST_QUEUES, _MOST_QUEUES = 4, 16  # of a process
 # Percentages by number of ranks. On an H100 they give 62, 32, 16 or 14 multiprocessors. Some numbers of ranks could
 # have more (31% for 3, 21% for 4), but cuBLAS leaves parts of products unwritten with 20, 26, 36, 38, 40 or 42
 # multiprocessors (docs/testing.md).
@@ -46,8 +49,9 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
     """Start an MPS daemon, and end it when the block is left or this process ends, even if it is killed.
 
     percentage: of the GPU's multiprocessors that each process gets, 1 to 100. Yields the environment variables that
-    make a process a client of this daemon, whose pipe and log folders are its own. End all clients before the block is
-    left. Raises ValueError if there is no MPS or the daemon does not start.
+    make a process a client of this daemon, whose pipe and log folders are its own, with queues to the GPU: streams that
+    share one wait for each other, as those of two groups must not, and MPS gives a process two. End all clients before
+    the block is left. Raises ValueError if there is no MPS or the daemon does not start.
     """
     if not 1 <= percentage <= 100:
         raise ValueError(f"a process gets 1 to 100 percent of the multiprocessors, not {percentage}")
@@ -74,7 +78,8 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
             _run([control, "-d"], environment).check_returncode()
         except (OSError, subprocess.SubprocessError) as error:
             raise ValueError(f"the MPS daemon does not start: {error}; its log: {_tail(folder)}") from error
-        yield variables | {_PERCENTAGE: str(percentage)}
+        queues = min(max(_QUEUES_OF_A_GPU * percentage // 100, _FEWEST_QUEUES), _MOST_QUEUES)
+        yield variables | {_PERCENTAGE: str(percentage), QUEUES: os.environ.get(QUEUES, str(queues))}
     finally:
         assert keeper.stdin is not None
         keeper.stdin.close()
