@@ -26,7 +26,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from stretto.memory.mps import mps_daemon, share_for
+from stretto.memory.mps import QUEUES, mps_daemon, share_for
 
 _SOURCE = """
 extern "C" __global__ void hold(volatile int *stop, int *held) {
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     rows, wrong = [], []
     with mps_daemon(100) as variables:
-        os.environ.update(variables)
+        os.environ.update(variables | {QUEUES: "2"})  # the daemon's are those of one process with all of the GPU
         with multiprocessing.get_context("fork").Pool(1) as pool:  # CUDA, once used, does not outlive a fork
             cubin, device = pool.apply(_compile)
         for processes, percentages in SWEEP.items():
