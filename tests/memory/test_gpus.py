@@ -100,6 +100,29 @@ def test_ranks_share_a_gpu_where_the_switch_is_on_for_all(ranks, switches, expec
     assert ranks(3).run(look_with_switches, switches) == [expected] * 3
 
 
+def look_with_queues(variables):
+    gpus, own = [("a", H200), ("b", H200), ("c", H200)], variables if dist.get_rank() == 1 else {}
+    with mock.patch.dict("os.environ", own):
+        return look(gpus, "xxx", ALL, [])
+
+
+@pytest.mark.parametrize(
+    ("variables", "queues"),
+    [
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "1 queue to"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "3"}, "3 queues to"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "4", "CUDA_MPS_PIPE_DIRECTORY": "mps"}, None),
+        ({"CUDA_MPS_PIPE_DIRECTORY": "mps"}, "2 queues to"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "few"}, None),
+    ],
+)
+def test_kernels_of_two_groups_need_queues_of_their_own(ranks, variables, queues):
+    """A rank with few queues, as scripts for other libraries set them, is enough for a deadlock."""
+    found = ranks(3).run(look_with_queues, variables)
+    assert found[0] == found[1] == found[2]
+    assert found[0] is None if queues is None else f"streams share {queues} a GPU" in found[0]
+
+
 @pytest.mark.parametrize("visible", [ALL, (["a"], ["b"], ["c"])])
 @pytest.mark.parametrize("needs_atomics", [True, False])
 def test_kernels_that_signal_by_atomic_operations_need_native_ones(ranks, visible, needs_atomics):

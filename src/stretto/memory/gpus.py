@@ -2,6 +2,7 @@
 """Facts about GPUs: whether a group's kernels can work together, and how many of their programs may wait at once."""
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -13,10 +14,14 @@ import torch.distributed as dist
 
 from stretto.cluster.local_ranks import name_node, require_declared
 from stretto.memory import shared_gpus
+from stretto.memory.mps import PERCENTAGE, PIPES, QUEUES
 from stretto.memory.plain_data import all_gather_data
 
 NCCL_BLOCKS = 32
 """The most thread blocks that an NCCL collective uses."""
+
+FEWEST_QUEUES = 4
+"""The least queues of a process with which two groups' kernels do not wait for each other (decision 014)."""
 
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
@@ -28,6 +33,7 @@ class _Gpu(NamedTuple):
     identity: str
     kind: str
     may_be_shared: bool
+    queues: int
 
 
 def find_obstacle(
@@ -42,10 +48,11 @@ def find_obstacle(
     """
     properties = torch.cuda.get_device_properties(device)
     kind = f"{properties.name} with {properties.multi_processor_count} multiprocessors"
-    here = _Gpu(name_node(dist.get_rank(), dist.get_world_size()), str(properties.uuid), kind, shared_gpus.is_enabled())
+    node = name_node(dist.get_rank(), dist.get_world_size())
+    here = _Gpu(node, str(properties.uuid), kind, shared_gpus.is_enabled(), count_queues())
     everyone = all_gather_data(here, group, _Gpu)
     require_declared([gpu.node for gpu in everyone])
-    nodes, identities, kinds, switches = (set(each) for each in zip(*everyone, strict=True))
+    nodes, identities, kinds, switches, queues = (set(each) for each in zip(*everyone, strict=True))
     gpus = {gpu.identity for gpu in everyone if gpu.node == here.node}
     if len(nodes) > 1 and not puts_between_nodes:
         return f"its ranks are on {len(nodes)} nodes"
@@ -53,6 +60,11 @@ def find_obstacle(
         return "several of its ranks share a GPU"
     if len(kinds) > 1:  # kernels divide work by the number of multiprocessors
         return f"its GPUs are of {len(kinds)} kinds: {', '.join(sorted(kinds))}"
+    if (fewest := min(queues)) < FEWEST_QUEUES:
+        return (
+            f"streams share {fewest} queue{'s' * (fewest > 1)} to a GPU, where kernels of two groups can wait for each "
+            f"other: set {QUEUES} to {FEWEST_QUEUES} or more, before the ranks start"
+        )
     visible = {str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())}
     far = [gpu for gpu in gpus if gpu != here.identity and gpu in visible]
     reaches = all(torch.cuda.can_device_access_peer(device, visible[gpu]) for gpu in far)
@@ -69,6 +81,14 @@ def find_obstacle(
     if not all(near for _, near in answers):
         return "some of its GPUs have no native atomic operations on each other's memory, as over PCIe"
     return None
+
+
+def count_queues() -> int:
+    """The queues by which this process's streams reach its GPU, as the driver reads them from the environment."""
+    given = os.environ.get(QUEUES, "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return 2 if PERCENTAGE in os.environ or PIPES in os.environ else 8
 
 
 def has_native_atomics(device: int, peer: int) -> bool:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 _CONTROL = "nvidia-cuda-mps-control"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _QUEUES_OF_A_GPU = 32  # of all its processes together: with 32 each, 8 do not start
 _FEWEST_QUEUES, _MOST_QUEUES = 4, 16  # of a process
@@ -59,9 +60,9 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
     if control is None:
         raise ValueError("ranks that share a GPU need MPS: nvidia-cuda-mps-control, of NVIDIA's driver, is not on PATH")
     folder = tempfile.mkdtemp(prefix="stretto-mps-")  # short: the path of a socket has at most 107 characters
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+    variables = {PIPES: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
     # A percentage in the daemon's own environment would limit all clients.
-    environment = {name: value for name, value in os.environ.items() if name != _PERCENTAGE} | variables
+    environment = {name: value for name, value in os.environ.items() if name != PERCENTAGE} | variables
     gpus = os.environ.get(_VISIBLE, "").split(",")
     if all(gpu.strip().isdecimal() for gpu in gpus):
         # A daemon that sees some of the machine's GPUs numbers them from 0 on for its clients.
@@ -79,7 +80,7 @@ def mps_daemon(percentage: int) -> Iterator[dict[str, str]]:
         except (OSError, subprocess.SubprocessError) as error:
             raise ValueError(f"the MPS daemon does not start: {error}; its log: {_tail(folder)}") from error
         queues = min(max(_QUEUES_OF_A_GPU * percentage // 100, _FEWEST_QUEUES), _MOST_QUEUES)
-        yield variables | {_PERCENTAGE: str(percentage), QUEUES: os.environ.get(QUEUES, str(queues))}
+        yield variables | {PERCENTAGE: str(percentage), QUEUES: os.environ.get(QUEUES, str(queues))}
     finally:
         assert keeper.stdin is not None
         keeper.stdin.close()
