@@ -164,7 +164,7 @@ class Builder:
         return self.parameter(original, getattr(source, key), sharding)
 
     def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Where a module without a role holds a parameter of `build_all`, under which name, and that parameter."""
+        """Find where a module without a role holds a parameter of `build_all`, under which name, and that parameter."""
         return [
             (module, key, self._made[id(parameter)])
             for name, module in self.model.named_modules()

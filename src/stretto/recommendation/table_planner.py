@@ -131,14 +131,14 @@ class RankLoad(NamedTuple):
         return RankLoad(*map(sub, self, other))
 
     def seconds(self, rates: TableRates) -> float:
-        """Of a step: the exchange hides under the look-up, its way back comes before the update."""
+        """Return the seconds of a step: the exchange hides under the look-up, its way back comes before the update."""
         exchange = self.sent / rates.in_node + self.sent_between / rates.between_nodes
         return max(max(self.look_up, exchange) + exchange + self.update + self.shared, self.host / rates.host)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """How a table is placed: its kind, on so many ranks."""
+    """The placement of a table: its kind, on so many ranks."""
 
     kind: ShardingKind = "table"
     ranks: int = 1
@@ -163,7 +163,7 @@ class TablePlan:
 
     @property
     def imbalance(self) -> float:
-        """By how much the slowest rank is above the mean: 0 if all are even."""
+        """The part by which the slowest rank is above the mean: 0 if all are even."""
         return max(self.seconds) * len(self.seconds) / sum(self.seconds) - 1
 
     def explain(self) -> str:

@@ -88,7 +88,7 @@ class LookupInput(NamedTuple):
 
 
 class TableBlock(NamedTuple):
-    """Where a rank's table begins in the whole table `number`: random bits of its numbers are of their whole table."""
+    """The first row and column of a rank's part of table `number`: its random bits are those of the whole table."""
 
     number: int
     row: int = 0
@@ -331,7 +331,7 @@ def sort_ahead(
 
 
 def _find_sort_errors(group: str, device: torch.device, placement: EmbeddingPlacement) -> IndexErrors:
-    """Where errors of a sort go, which nobody reads."""
+    """Return where a sort reports errors, which nobody reads."""
     return find_known(group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device))
 
 

@@ -461,7 +461,7 @@ def make_tables(
         return [(near.index(sender), at, at + 1) for at in range(number * of_message, (number + 1) * of_message)]
 
     def signal(receiver: int, number: int) -> list[tuple[int, int, int]]:
-        """As `span`, at the receiver; at a rank of another node none."""
+        """List as `span`, at the receiver; at a rank of another node none."""
         return span(receiver, number) if receiver in near else [(0, 0, 0)] * of_message
 
     def give(sender: int) -> int:

@@ -18,7 +18,7 @@ from stretto.quantities import require_whole
 
 @dataclass(frozen=True)
 class WeightMask:
-    """Which numbers of a tensor of `shape` are left: `bits`, uint8, eight numbers a byte, the lowest bit first."""
+    """Marks the numbers of a tensor of `shape` that are left: `bits`, uint8, eight numbers a byte, lowest bit first."""
 
     bits: Tensor
     shape: torch.Size
@@ -54,7 +54,7 @@ class Masks:
 
 
 def count_left(size: int, sparsity: float) -> int:
-    """How many of `size` numbers a sparsity leaves, rounded to the nearest."""
+    """Count the numbers, of `size`, that a sparsity leaves: rounded to the nearest."""
     return size - round(size * sparsity)
 
 

@@ -197,7 +197,7 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """The matrix's shape."""
         out, inputs = self.weight.data.shape
         return (out, inputs) if self.is_flipped else (inputs, out)
 

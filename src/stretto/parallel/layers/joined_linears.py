@@ -97,7 +97,7 @@ def _join(plans: Sequence[LinearPlan], weights: Sequence[Tensor], dtype: torch.d
 
 
 class _OneProduct(torch.autograd.Function):
-    """As `_Linear3D`, of several parameters, whose biases are put together."""
+    """Multiplies as `_Linear3D`, by several parameters, whose biases are put together."""
 
     @staticmethod
     def forward(

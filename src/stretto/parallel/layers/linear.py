@@ -108,7 +108,7 @@ class ShardedTokens:
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """One linear's part of Algorithm 3: over which ranks the forward and the backward pass sum.
+    """Describes one linear of Algorithm 3: the ranks over which its forward and its backward pass sum.
 
     A colwise linear sums its output over y, along which its input's features are split, and its input's gradient over
     x, along which its output's are; a rowwise one the other way round. So `output_reduce_group`, which sums the output,
@@ -140,14 +140,14 @@ class LinearPlan:
 
     @cached_property
     def input_edge(self) -> ReplicatedTokens | ShardedTokens:
-        """Where the input enters, and the input's gradient leaves."""
+        """The edge at which the input enters, and the input's gradient leaves."""
         if self.tokens is not None and not self.is_rowwise:
             return ShardedTokens(self.input_grad_reduce_group, self.hides_all_reduce)
         return ReplicatedTokens(self.input_grad_reduce_group)
 
     @cached_property
     def output_edge(self) -> ReplicatedTokens | ShardedTokens:
-        """Where the output leaves, and the output's gradient enters."""
+        """The edge at which the output leaves, and the output's gradient enters."""
         if self.tokens is not None and self.is_rowwise:
             return ShardedTokens(self.output_reduce_group, self.hides_all_reduce)
         return ReplicatedTokens(self.output_reduce_group)
@@ -252,22 +252,22 @@ class LinearPlan:
             pending.wait()
         return pending, gradient
 
-    # What `stretto.parallel.fp8` does in another way. A right operand is [k, n]; left ones are as `left_operand`,
-    # `gradient_operand` and `gather` make them.
+    # `stretto.parallel.fp8` overrides these. A right operand is [k, n]; left ones are what `left_operand`,
+    # `gradient_operand` and `gather` return.
 
     @property
     def gathers_as(self) -> str:
-        """The field of `GatheredInput` that it shares with other linears."""
+        """The field of `GatheredInput` in which linears of one input share what they have gathered."""
         return "rows"
 
     def cast_in_graph(self, x: Tensor, *, wants_columns: bool) -> Sequence[Tensor]:
-        """Make what products take in place of the input, in the graph that is being traced, and once of each input: a
-        compiler makes one call of several that are alike. The last two are for the weight's gradient (wants_columns).
+        """Cast the input for products, in the graph that is being traced: linears of one input make equal calls, which
+        a compiler merges. The last two tensors are for the weight's gradient (wants_columns).
         """
         return ()
 
     def take_from_graph(self, x: Tensor, casts: Sequence[Tensor]) -> Tensor:
-        """The input for `left_operand`, with what `cast_in_graph` has made of it."""
+        """The input for `left_operand`, which holds the casts that `cast_in_graph` has made of it."""
         return x
 
     def left_operand(self, x: Tensor, *, may_share: bool, wants_columns: bool) -> Tensor:
@@ -276,7 +276,7 @@ class LinearPlan:
         return x
 
     def saved_input(self, x: Tensor, left: Tensor) -> Tensor:
-        """Return what to save of the input, of which `left` was made."""
+        """What the backward pass needs of the input; `left` was made of it."""
         return x
 
     def gradient_operand(self, gradient: Tensor, *, needs_both: bool) -> Tensor:
@@ -292,7 +292,7 @@ class LinearPlan:
         return edge.gather(part)
 
     def gather_and_multiply(self, edge: ShardedTokens, part: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """Its product with `matrix`, and the left operand."""
+        """The product of an edge's gathered left operand with `matrix`, and that operand."""
         return edge.gather_and_multiply(part, matrix.t())
 
     def multiply_and_scatter(self, edge: ShardedTokens, x: Tensor, matrix: Tensor) -> Tensor:
@@ -344,18 +344,16 @@ class LinearPlan:
 
     def multiply_and_sum(self, x: Tensor, matrix: Tensor) -> Tensor:
         """The output x @ matrix, summed over the output's ranks."""
-        rows, (inputs, columns) = x.flatten(0, -2), matrix.shape
+        group, rows, (inputs, columns) = self.output_reduce_group, x.flatten(0, -2), matrix.shape
         num_bytes = rows.shape[0] * columns * x.element_size()
-        if self.output_reduce_group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
+        if group.size() == 1 or num_bytes < HALVED_BYTES or inputs < HALVED_INPUTS:
             product = self.multiply("output", x, matrix)
-            return (
-                product if self.output_reduce_group.size() == 1 else all_reduce(own(product), self.output_reduce_group)
-            )
+            return product if group.size() == 1 else all_reduce(own(product), group)
         y = x.new_empty(rows.shape[0], columns)
         pending = []
         for some_rows, out in zip(rows.chunk(2), y.chunk(2), strict=True):
             self.matmuls.multiply(self.linear_index, "output", some_rows, matrix, out=out)
-            pending.append(start_all_reduce(out, self.output_reduce_group))
+            pending.append(start_all_reduce(out, group))
             if not self.hides_all_reduce:
                 pending[-1].wait()
         for half in pending:
@@ -370,7 +368,7 @@ class LinearPlan:
         return self.used(rows.t() if self.is_transposed else rows).t()
 
     def used(self, rows: Tensor) -> Tensor:
-        """The rows of all output features that are of those which this rank computes."""
+        """Those rows, one for each output feature, that this rank computes."""
         return torch.cat([rows[some] for some in self.used_rows]) if self.used_rows else rows
 
     def weight_for_backward(
@@ -463,11 +461,10 @@ class _Linear3D(torch.autograd.Function):
         # A compiled graph writes to the memory of its tensors unseen.
         may_share = isinstance(ctx, FunctionCtx) and plan.tokens is None
         wants_columns = may_share and ctx.saver is None and bool(ctx.next_functions) and parameter.requires_grad
-        how = {"may_share": may_share, "wants_columns": wants_columns}
         # A graph has been traced under autocast, and runs outside of it. Else torch refuses operands of two dtypes.
         casts = torch.is_autocast_enabled(x.device.type) or not isinstance(ctx, FunctionCtx)
         matrix = plan.matrix(weight, x.dtype if casts else weight.rows.dtype)
-        y, x = plan.make_output(x, matrix, bias, gathered, **how)
+        y, x = plan.make_output(x, matrix, bias, gathered, may_share=may_share, wants_columns=wants_columns)
         ctx.plan, ctx.has_bias, ctx.parameter = plan, bias is not None, parameter
         ctx.version = weight.version if plan.keeps_weights else writes_of(parameter)
         if ctx.saver is None:
@@ -500,7 +497,7 @@ class _Linear3D(torch.autograd.Function):
 
 
 def _pack(x: Any, weight: GatheredWeight | None) -> tuple[Tensor | None, ...]:
-    """What a linear saves: its input and weight, with scales if they are in fp8."""
+    """Pack what a linear saves: its input and weight, with scales if they are in fp8."""
     own = x if isinstance(x, tuple) else (x, None)
     return (*own, *((None, None) if weight is None else (weight.rows, weight.scale)))
 
@@ -595,12 +592,7 @@ class ParallelLinear(ShardedModule):
 
         if self.plan.tokens is not None:
             return GraphCode(self._multiply_tokens, self.weight, keeps_inputs=keeps_inputs)
-        return GraphFunction(
-            _Linear3D,
-            self._arrange,
-            self.weight,
-            keeps_inputs=keeps_inputs,
-        )
+        return GraphFunction(_Linear3D, self._arrange, self.weight, keeps_inputs=keeps_inputs)
 
     def _arrange(self, x: Tensor, *others: Tensor) -> tuple[Any, ...]:
         """The arguments of `_Linear3D` in a graph. others: casts of x, and the bias."""
@@ -662,9 +654,8 @@ class ParallelLinear(ShardedModule):
 
     def check_input(self, x: Tensor) -> None:
         """Raise ValueError for features that are split over the wrong axis, and for an autocast to another dtype."""
-        plan = self.plan
-        if plan.input_axis and plan.splits_features:
-            check_features(x, plan.input_axis, plan.name)
+        if self.plan.input_axis and self.plan.splits_features:
+            check_features(x, self.plan.input_axis, self.plan.name)
         self.check_autocast(x)
 
     def check_autocast(self, x: Tensor) -> None:

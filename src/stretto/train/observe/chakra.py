@@ -58,7 +58,7 @@ def _find_step(timeline: Timeline, number: int | None) -> TracedStep:
 
 
 def _groups_of(axis: str, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """For each rank, the ranks of its group over an axis."""
+    """List for each rank the ranks of its group over an axis."""
     grid = check_sizes(sizes)
     stride, size = grid.preceding(axis), sizes[axis]
     rows = []
