@@ -79,7 +79,7 @@ class Row:
     loss: float = column("loss", "{:.4f}")
 
 
-def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
+def parse_grids(text: str, ranks: int) -> list[dict[str, Any]]:
     """Parse grids written as "z=4, x=2 z=2". Raises ValueError for an invalid grid of that many ranks."""
     grids = []
     for part in text.split(","):

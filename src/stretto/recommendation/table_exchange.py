@@ -197,7 +197,7 @@ class TableExchange:
     def boxes(
         self, weights: Mapping[int, nn.Parameter]
     ) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
-        """Yield for a checkpoint, of each of this rank's tables: its weight's key, its shape, which part of it is here, and
+        """Yield for a checkpoint, of each of this rank's tables: its weight's key, its shape, which part is here, and
         that part's numbers ("") with the optimizer's states by their names. No part: what is of no single table."""
         for index, group in enumerate(self._groups):
             tables = self._tables_of(group)
