@@ -28,7 +28,8 @@ from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.linear import CompressingLinear, LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
+from stretto.parallel.layers.linear_plan import LinearPlan
 from stretto.parallel.layers.loss import ParallelHead, ParallelLoss
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layers.sharded_module import ShardedModule

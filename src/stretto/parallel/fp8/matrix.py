@@ -30,7 +30,7 @@ from stretto.ops.fp8_casts import (
 from stretto.ops.operator import define_operator
 from stretto.parallel.comm.collectives import all_reduce, collective, start_all_reduce
 from stretto.parallel.comm.weight_gathering import GatheredWeight
-from stretto.parallel.layers.linear import LinearPlan, ShardedTokens
+from stretto.parallel.layers.linear_plan import LinearPlan, ShardedTokens
 
 COMPUTE = torch.bfloat16  # what is not in fp8; outputs and gradients
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.graph_functions import GraphCode
-from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.linear_plan import LinearPlan
 from stretto.parallel.layers.sharded_module import note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards, TokenStandIn
 from stretto.parallel.layout import writes_of
