@@ -212,6 +212,7 @@ class Builder:
         bias = None
         if module.bias is not None:
             bias = self.parameter(module.bias, source.bias, self._sharding(name, role, "bias"))  # type: ignore[arg-type]
+        is_whole = None in (input_axis, output_axis)  # on one side
         plan = self._linear_plan(in_fp8)(
             name,
             shard,
@@ -219,9 +220,7 @@ class Builder:
             output_axis=output_axis,
             output_reduce_group=NO_GROUP if input_axis is None else grid.communicator(input_axis),
             # The gradients that "expand" returns cover its own heads; `CompressingLinear` sums them.
-            input_grad_reduce_group=NO_GROUP
-            if None in (input_axis, output_axis)
-            else grid.communicator(str(output_axis)),
+            input_grad_reduce_group=NO_GROUP if is_whole else grid.communicator(str(output_axis)),
             is_transposed=is_transposed,
             keeps_weights=self.keeps_weights,
             hides_all_reduce=self.overlap.all_reduce,

@@ -316,9 +316,7 @@ class _TableSearch:
     optimizer: str
     rates: TableRates
     ranks_per_node: int
-    caches: Mapping[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # of a table: rows, part of look-ups that miss
+    caches: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # a table's: rows, part of look-ups that miss
 
     def with_caches(self, hit_rates: Mapping[int, HitRates], memory: float) -> tuple["_TableSearch", list[str]]:
         """The search with the caches with which tables fit, and why; the memory goes where it saves the most misses."""

@@ -207,9 +207,8 @@ class _Staging(NamedTuple):
             columns = tuple((column,) for column in itertools.accumulate(placement.widths, initial=0))
             return cls(
                 channel,
-                channel.tensor(
-                    (placement.batch, widest), placement.dtype
-                ),  # an empty tensor, as own may be, has no address
+                # Never empty, as own may be: an empty tensor has no address.
+                channel.tensor((placement.batch, widest), placement.dtype),
                 channel.tensor((placement.batch, own), placement.dtype),
                 cache_on_device(columns, device),
                 IndexErrors(placement.rank, device),

@@ -537,10 +537,9 @@ def make_tables(
     if made is not None:
         spans = made.find_channels(pieces * of_piece, pieces * of_piece if is_whole else each)
         for target in (each for each in range(world) if each != rank):
+            at = begin + target * of_rank
             for first, last in spans:
-                counts[:, near.index(rank), begin + target * of_rank + first : begin + target * of_rank + last] += (
-                    made.signals
-                )
+                counts[:, near.index(rank), at + first : at + last] += made.signals
         places = range(begin, begin + world * of_rank)
         signals = look_up([(near.index(rank), at, at + 1)] for at in places)
         made_signals = MadeSignals(signals, MadeChannels(table(chain.from_iterable(spans)), of_rank))
