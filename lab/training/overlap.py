@@ -24,7 +24,7 @@ from lab.pictures import describe_origin, group
 from stretto.axes import check_sizes, name_grid
 from stretto.bench.harness import run_ranks
 from stretto.bench.settings import Needs, Option, Ranks, Repeats, Rounds, WarmUp
-from stretto.bench.training.runs import Step, TrainingRun, build_stretto, make_grid, measure
+from stretto.bench.training.runs import Step, TrainingRun, build_stretto, measure
 from stretto.bench.training.settings import PADDED_VOCAB, TrainingWorkload
 from stretto.models import GPTConfig
 from stretto.parallel import Grid, Overlap
@@ -79,7 +79,7 @@ class Row:
     loss: float = column("loss", "{:.4f}")
 
 
-def parse_grids(text: str, ranks: int) -> list[dict[str, int]]:
+def parse_grids(text: str, ranks: int) -> list[dict[str, Any]]:
     """Parse grids written as "z=4, x=2 z=2". Raises ValueError for an invalid grid of that many ranks."""
     grids = []
     for part in text.split(","):
@@ -99,7 +99,7 @@ def measure_overlap(workload: TrainingWorkload, ranks: int, grids: str) -> list[
     world = Grid(data=ranks)  # joins the job
     rows: list[dict[str, Any]] = []
     for sizes in parse_grids(grids, ranks):
-        grid, label = make_grid(sizes), name_grid(sizes)
+        grid, label = Grid(**sizes), name_grid(sizes)
         runs = [
             TrainingRun(f"{label}: {stage}", partial(build_stretto, workload, grid, overlap=overlap))
             for stage, overlap in STAGES.items()

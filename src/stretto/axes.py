@@ -154,22 +154,22 @@ EXPERT_DESCRIPTION = (
     "expert-parallel ranks of a mixture-of-experts model; the axis adds no ranks, but reuses ranks of data, then of z"
 )
 ExpertTensor = Literal["cut", "fold"]
-"""What the ranks of x are to experts: "cut", they cut each expert's inner features (TED; Singh, chapter 7); "fold",
-they divide the experts among them, as ranks of data do."""
+"""The use of x for experts: "cut", its ranks cut each expert's inner features (TED; Singh, chapter 7); "fold", they
+divide the experts among them, as ranks of data do."""
 EXPERT_TENSOR_DESCRIPTION = (
     "how experts use the ranks of x: `cut`: x splits each expert's inner features; `fold`: the ranks of x are part of "
     "grid.expert, which must then be a multiple of x"
 )
 
 ContextWeights = Literal["copy", "shard"]
-"""How ranks of context hold weights: "copy", each has what x, y and z leave of them; "shard", they shard them
-further, as ranks of z do (FSDP over context and z)."""
+"""The use of context for weights: "copy", each rank has all that x, y and z leave of them; "shard", its ranks shard
+them further, as those of z do (FSDP over context and z)."""
 CONTEXT_WEIGHTS_DESCRIPTION = (
     "how ranks of context hold weights: `copy`: each has all that x, y and z leave; `shard`: they shard them further, "
     "with gradients and optimizer state, and gather them before use, as z does"
 )
 _DEFAULTS = {"expert_tensor": "cut", "context_weights": "copy"}
-"""Words of a grid that are no sizes, and are left out where they are these."""
+"""A grid's options other than sizes, with the values at which files and names leave them out."""
 _UNSHOWN = (1, *_DEFAULTS.values())
 
 

@@ -41,7 +41,7 @@ _GROUP_SIZE = 2  # name, and how many of its collectives this rank has entered
 _SIZE = _GROUPS + _GROUP_SIZE * MAX_GROUPS
 
 VIEWS = ("cpu", "host", "nccl")
-"""How waited time is measured: a CPU rank's waits; a GPU rank's host's waits; how long NCCL's kernels run."""
+"""Kinds of waited time: a CPU rank's waits; a GPU rank's host's waits; how long NCCL's kernels run."""
 
 
 class _Table:
@@ -342,7 +342,7 @@ def shared_folder() -> Path | None:
 
 
 def start_of(pid: int) -> int:
-    """When a process has started, in the kernel's ticks since boot, so that another with its number is told apart.
+    """Read when a process started, in the kernel's ticks since boot, by which another with its number is told apart.
 
     0 if there is no such process, if it has ended and waits to be reaped, or on a system without /proc.
     """

@@ -72,7 +72,7 @@ SparseIndexKind = Literal["bitmap", "int32"]
 
 @dataclass(frozen=True)
 class StateOptions:
-    """Where optimizer state is stored, and how it is divided into buckets (Singh, sections 3.3 and 7.2).
+    """Places optimizer state, and divides it into buckets (Singh, sections 3.3 and 7.2).
 
     location: "fp32": parameters, gradients and state are fp32, on the device. "device": weights and gradients are in
         the compute dtype, and fp32 weights and state are stored separately on the device. "host": fp32 weights and

@@ -33,7 +33,7 @@ class CompilerError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where Stretto keeps what can be measured, compiled or computed again: $STRETTO_CACHE, or ~/.cache/stretto."""
+    """Return the folder of what can be measured, compiled or computed again: $STRETTO_CACHE, or ~/.cache/stretto."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto"

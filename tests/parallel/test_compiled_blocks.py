@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT
 from stretto.parallel import Grid, checkpoint_activations, gather, no_sync, parallelize
-from stretto.parallel.layers.linear import ShardedTokens
+from stretto.parallel.layers.linear_plan import ShardedTokens
 from stretto.parallel.layout import layout_of
 from stretto.parallel.state import require_state
 from tests.parallel.hugging_face import launched_by_host

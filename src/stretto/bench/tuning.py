@@ -21,7 +21,7 @@ from stretto.bench.harness import TORCH_DTYPES, run_ranks
 from stretto.bench.interleaved import name_size, time_interleaved
 from stretto.bench.operators.run import TORCH_DTYPES as OPERATOR_DTYPES
 from stretto.bench.operators.settings import AttentionTuning, ExpertsTuning, OperatorsTuning
-from stretto.bench.training.runs import build_stretto, make_grid
+from stretto.bench.training.runs import build_stretto
 from stretto.bench.training.settings import ProductsTuning, grids_of
 from stretto.collectives.executor.cuda.communicator import CudaCommunicator, machine_name
 from stretto.collectives.selection import (
@@ -168,7 +168,7 @@ def _tune_products(ranks: int, setting: ProductsTuning) -> list[Row]:
         known = TuningStore().read(machine)
         dist.barrier()
         try:
-            build_stretto(setting.workload(ranks), make_grid(sizes), tunes_matmuls=True)()
+            build_stretto(setting.workload(ranks), Grid(**sizes), tunes_matmuls=True)()
         except ValueError as error:  # the grid cannot hold the model or the batch
             rows.append({"problem": problem, "fastest": None, "choices": 0, "seconds": None, "error": str(error)})
             continue

@@ -199,7 +199,7 @@ def show(
 
 
 def _totals(metadata: "CheckpointMetadata") -> dict[str, tuple[int, int, int]]:
-    """Of each kind of tensor (model, optimizer, training) the count, the numbers, and bytes."""
+    """Count for each kind of tensor (model, optimizer, training) the tensors, the numbers, and bytes."""
     totals: dict[str, tuple[int, int, int]] = {}
     for name, entry in metadata.tensors.items():
         count, numbers, size = totals.get(kind := name.partition(".")[0], (0, 0, 0))

@@ -303,7 +303,7 @@ def _check_memory(memory: str | None) -> bool:
 def _choose_state(
     location: str | None, of_file: StateOptions | None, is_auto: bool, sparsity: float | None
 ) -> StateOptions | None:
-    """Where optimizer state is stored: by the command line, else anywhere, or by the file. None: anywhere."""
+    """Choose where optimizer state is stored: by the command line, else anywhere, or by the file. None: anywhere."""
     if sparsity is not None and is_auto and location is None:
         raise ValueError("--sparsity is given with --memory auto; --optimizer-state=device or host would do")
     if sparsity is not None:
@@ -322,7 +322,8 @@ def _choose_state(
 
 
 # Options that the planner takes under the same names.
-_OF_STEPS = ("gpus", "batch", "seq_len", "documents", "dtype", "optimizer", "reshard", "shard_sequence", "captured")
+OF_WORKLOAD = ("batch", "seq_len", "documents", "dtype", "optimizer")
+_OF_STEPS = ("gpus", *OF_WORKLOAD, "reshard", "shard_sequence", "captured")
 _OF_EXPERTS = ("expert", "expert_tensor", "imbalance")
 _OF_PIPELINES = ("schedule", "virtual_stages", "extra_warm_up", "limit", "serve_first")
 _REQUIRED = {
@@ -391,9 +392,7 @@ def read_workload(path: Path) -> dict[str, Any]:
     )
 
 
-_OF_PREDICT = (
-    *("batch", "seq_len", "documents", "dtype", "optimizer", "state", "clips", "imbalance", "captured", "two_level"),
-)
+_OF_PREDICT = (*OF_WORKLOAD, "state", "clips", "imbalance", "captured", "two_level")
 
 
 def _schedule_of(plan: "GridPlan") -> dict[str, Any]:

@@ -151,7 +151,7 @@ def print_table(plans: "list[GridPlan]", cluster: "Cluster", cost: str, top: int
 def _make_table(
     title: str, headings: Iterable[str], left: Collection[str] = ("grid", "schedule"), padding: Any = (0, 1, 0, 0)
 ) -> "Table":
-    """A table of columns of numbers; left: the headings of those of words."""
+    """Make a table whose columns hold numbers, to the right, or words. left: the headings of the latter."""
     from rich import box
     from rich.table import Table
 
@@ -162,7 +162,7 @@ def _make_table(
 
 
 def _print_wide(table: "Table", least: int) -> "Console":
-    """Print a table on a console of so many characters or more, which is returned."""
+    """Print a table on a console of at least `least` characters a line, and return the console."""
     from rich.console import Console
 
     console = Console()

@@ -29,9 +29,8 @@ def run_training(config: JobConfig, *, as_json: bool) -> signal.Signals | None:
         stack.enter_context(refusing_bad_input(as_json=as_json))
         if is_first():
             stack.enter_context(command_lock(config.out))
-            if not continues_job(
-                config.out
-            ):  # the file is of the whole grid, and traces say why torchrun started again
+            # A job that torchrun continues keeps the whole grid's file, and the traces of why it was started again.
+            if not continues_job(config.out):
                 _begin_folder(config)
         try:
             with stdout_on_stderr() if as_json else nullcontext():

@@ -45,9 +45,8 @@ def train(
     with refusing_bad_input(as_json=as_json):
         from stretto.train.config import load_config
 
-        requested = load_config(
-            config, [*(overrides or []), *(["train.trace=true"] if trace else [])]
-        )  # before torch is imported: mistakes are reported immediately
+        # Before torch is imported: mistakes are reported immediately.
+        requested = load_config(config, [*(overrides or []), *(["train.trace=true"] if trace else [])])
 
         from stretto.cluster.local_ranks import require_rendezvous
         from stretto.train.preflight import preflight

@@ -36,7 +36,7 @@ _KINDS = {
         "Time the layouts of a model's matrix products, on every grid of the ranks (for `tune_matmuls`).",
     ),
 }
-"""Of each command, its settings in `stretto.bench`, which are imported when it is used, and its summary."""
+"""Each command's settings in `stretto.bench`, which are imported when it is used, and its summary."""
 
 tuning = BenchApp(
     """Measure on this machine what "auto" chooses between, and keep the times for later runs.

@@ -164,7 +164,7 @@ class Collective:
 
 
 def _sums(ranks: int) -> Callable[[int], Expected]:
-    """For each index, the sum of all ranks' input chunks there; made when it is asked for, and once."""
+    """The sums, by index, of all ranks' input chunks there; each is made when it is asked for, and once."""
 
     @cache
     def of_all(index: int) -> Expected:

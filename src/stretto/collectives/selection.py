@@ -53,7 +53,7 @@ class AlgorithmChoice:
         return algorithm.compile(nodes=2, gpus=ranks // 2, in_place=in_place)
 
     def find_obstacle(self, ranks: int, *, in_place: bool, reduction: str = "sum") -> str:
-        """Why a candidate's schedule is for no such call; "" if it is, and for algorithms."""
+        """Say why a candidate's schedule is for no such call; "" if it is, and for algorithms."""
         schedule = _candidates.get(self.algorithm or "")
         if schedule is None:
             return ""

@@ -182,7 +182,7 @@ def _is_read_into_bf16(config: Mapping[str, Any]) -> bool:
 
 
 def _refusals(family: Decoder, head: _Head, config: Mapping[str, Any]) -> Iterator[str]:
-    """Why `parallelize` finds no roles for a model as it is, on every grid."""
+    """Yield why `parallelize` finds no roles for a model as it is, on every grid."""
     if refusal := refusal_of_attention_dropout(config):
         yield refusal
     prefix = "" if head is _NO_HEAD else "model."

@@ -274,14 +274,14 @@ def _require_unread_padding(model: nn.Module, name: str, labels: Tensor, mask: T
 
 
 def ignores_documents(model: nn.Module) -> str | None:
-    """Why a model in training would mix documents that its positions alone tell apart; None if it does not."""
+    """Say why a model in training would mix documents that its positions alone tell apart; None if it does not."""
     if linear_attentions_of(model):
         return "its linear attention passes states from one to the next"
     return None if not is_causal(model) else ignores_positions(model, {"use_cache": False})
 
 
 def ignores_positions(model: nn.Module, given: Mapping[str, Any]) -> str | None:
-    """Why plain transformers does not look for documents in the positions of such a call; None if it does."""
+    """Say why plain transformers does not look for documents in the positions of such a call; None if it does."""
     inner = unwrap(model)
     forwards = {inspect.unwrap(type(module).forward) for module in inner.modules()}
     if not any(map(_makes_masks_of_positions, forwards)):

@@ -14,8 +14,8 @@ from stretto.execution import IGNORED_TARGET
 
 
 class UnknownRolesError(ValueError):
-    """Nothing says how the axes x and y split some part of a model. Without these axes it can be sharded all the same
-    (`stretto.parallel.blocks`)."""
+    """Raised where nothing says how x and y split some part of a model. Without these axes it can be sharded all the
+    same (`stretto.parallel.blocks`)."""
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def checkpoint_layers(model: nn.Module) -> bool:
 
 
 def refusal_of_checkpointing(model: nn.Module) -> str | None:
-    """Why activation checkpointing of a transformers model is refused; None if it is not."""
+    """Say why activation checkpointing of a transformers model is refused; None if it is not."""
     if not is_pretrained_model(model) or getattr(model, "supports_gradient_checkpointing", True):
         return None
     return (

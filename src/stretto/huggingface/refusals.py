@@ -59,7 +59,7 @@ SHARDED_FAMILIES = frozenset(
 
 
 def refusal_of_style(owner: str, prefix: str, tp_plan: Mapping[str, str]) -> str | None:
-    """Why the tensor-parallel plan of the class `owner` is refused, and what to do; None if all styles are known.
+    """Say why the tensor-parallel plan of the class `owner` is refused, and what to do; None if all styles are known.
 
     prefix: of the patterns' names within the whole model, with a dot.
     """
@@ -81,7 +81,7 @@ def _advice(prefix: str, tp_plan: Mapping[str, str]) -> str:
 
 
 def refusal_of_attention_dropout(options: Mapping[str, Any]) -> str | None:
-    """Why a configuration with dropout of attention weights is refused; None if it has none."""
+    """Say why a configuration with dropout of attention weights is refused; None if it has none."""
     for option, value in options.items():
         if "att" in option and "drop" in option and isinstance(value, float) and value > 0:
             return (
@@ -92,7 +92,7 @@ def refusal_of_attention_dropout(options: Mapping[str, Any]) -> str | None:
 
 
 def refusal_of_quantization(options: Mapping[str, Any]) -> str | None:
-    """Why a configuration whose weights are quantized is refused; None if they are not, or in fp8 by blocks."""
+    """Say why a configuration whose weights are quantized is refused; None if they are not, or in fp8 by blocks."""
     quantization = options.get("quantization_config")
     if quantization is None:
         return None
@@ -109,7 +109,7 @@ def refusal_of_quantization(options: Mapping[str, Any]) -> str | None:
 
 
 def refusal_of_sharded_sequence(owner: str, options: Mapping[str, Any]) -> str | None:
-    """Why the code of the class `owner` cannot work on a part of the tokens between blocks; None if it can."""
+    """Say why the code of the class `owner` cannot work on a part of the tokens between blocks; None if it can."""
     family = options.get("model_type")
     if family not in SHARDED_FAMILIES:
         return (

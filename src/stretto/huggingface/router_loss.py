@@ -149,7 +149,7 @@ def has_router_loss(model: nn.Module) -> bool:
 
 
 def refusal_of_router_loss(model: nn.Module, *, stages: int, ranks: int) -> str | None:
-    """Why the model's own load-balancing loss (output_router_logits) cannot be added; None if it can, or has none.
+    """Say why the model's own load-balancing loss (output_router_logits) is not added; None if it is, or has none.
 
     stages: of the pipeline. ranks: how many have other tokens of the batch that the loss is to cover.
     """

@@ -19,7 +19,7 @@ _STACKS = (["MergeModulelist"], ["MergeModulelist", "Concatenate"])
 
 @dataclass
 class NamesInFiles:
-    """Where files hold a model's tensors.
+    """Names under which files hold a model's tensors.
 
     own_names: the model's name of each tensor of the files that is a parameter, or a buffer, as it is; of a tied
     parameter, which has several names, the one that the tensor stands for. stacked: of a

@@ -15,7 +15,7 @@ from stretto.ops.rotary import rotate_halves
 
 
 class StepTokens(NamedTuple):
-    """Where the tokens of a step are kept, and what they attend to; int32 but for `places`.
+    """The places of a step's tokens, and what they attend to; int32 but for `places`.
 
     places: int64 [tokens], rows of the cache. starts: [rows + 1], the first token of each row of the batch; None if
     each row has one. lengths: [rows], how many tokens of its request the cache holds with this step's. block_table:

@@ -294,7 +294,7 @@ class _EndOfBlock:
 
     @property
     def features(self) -> tuple[int, int]:
-        """Of the linear's output and of its input here."""
+        """The features of the linear's output, and those of its input that this rank has."""
         out, features = local(self._linear.weight).shape
         return (features, out) if self._linear.plan.is_transposed else (out, features)
 

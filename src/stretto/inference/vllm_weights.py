@@ -51,7 +51,7 @@ class Client(Protocol):
 
 @dataclass
 class InitInfo:
-    """Where a server's workers meet the ranks that train. token: of this meeting. timeout: seconds."""
+    """The place where a server's workers meet the ranks that train. token: of this meeting. timeout: seconds."""
 
     address: str
     port: int
@@ -410,10 +410,10 @@ def _make_engine() -> type:
             return tensor
 
         def start_weight_update(self) -> None:
-            """Nothing: an update that fails leaves the weights as they were."""
+            """Do nothing: an update that fails leaves the weights as they were."""
 
         def finish_weight_update(self) -> None:
-            """Nothing: `receive_weights` has loaded them."""
+            """Do nothing: `receive_weights` has loaded them."""
 
         def shutdown(self) -> None:
             self.meeting = None

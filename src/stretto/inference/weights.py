@@ -47,7 +47,7 @@ class HeldWeight(NamedTuple):
 
 
 Told = Mapping[str, Sequence[Any]]
-"""For each weight of a rank its shape and the boxes that it holds, [offsets, sizes], as JSON has them."""
+"""Describe each weight of a rank: its shape and the boxes that it holds, [offsets, sizes], as JSON has them."""
 
 
 @torch.no_grad()
@@ -207,7 +207,7 @@ def _buckets(shapes: Mapping[str, torch.Size]) -> Iterator[list[str]]:
 
 
 class WeightChanges:
-    """What changes in a model's weights, rounded to a 16-bit dtype, from one call of `make_patch` to the next.
+    """Records what changes in a model's weights, rounded to a 16-bit dtype, from one `make_patch` to the next.
 
     model: one that `parallelize` has returned, on any grid, or one on none. Its weights of now are what the first patch
     is applied to: copy them to the other model before (`copy_weights`). Persistent buffers keep their own dtypes. Takes

@@ -52,7 +52,7 @@ class JobError(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank failed: `reason` in a line, `trace` if it wrote one. The one with the lowest `order` is the first.
+    """The reason why a rank failed, in a line, and `trace` if it wrote one. That with the lowest `order` is the first.
 
     is_consequence: the rank only waited for another one, or lost it. The others: as of a JobError.
     """

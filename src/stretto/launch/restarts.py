@@ -209,7 +209,7 @@ class Restarts:
         return following
 
     def _why_final(self, failure: RankFailure) -> str | None:
-        """Why no restart follows a failure; None if one does."""
+        """Say why no restart follows a failure; None if one does."""
         if failure.stopped_by is not None:
             return f"{failure.stopped_by.name} has asked the run to stop"
         if would_recur(failure, self._job.newest_checkpoint()):

@@ -39,7 +39,7 @@ class _Gpu(NamedTuple):
 def find_obstacle(
     group: dist.ProcessGroup, device: torch.device, *, needs_atomics: bool = True, puts_between_nodes: bool = False
 ) -> str | None:
-    """Why kernels of these GPUs cannot work together; None where they can. Collective, with one result on all ranks.
+    """Say why kernels of these GPUs cannot work together; None where they can. Collective, one result on all ranks.
 
     device: this rank's GPU. needs_atomics: whether the kernels signal by atomic operations on other GPUs' memory. GPUs
     that PCIe connects have no native ones, so that an addition may be lost. puts_between_nodes: whether each rank's

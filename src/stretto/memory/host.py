@@ -159,7 +159,7 @@ class HostMemory(SymmetricMemory):
 
     @property
     def reach(self) -> tuple[Reach, ...]:
-        """How this rank gets data into each rank's buffer: `put` where it is not mapped."""
+        """The way in which this rank gets data into each rank's buffer: `put` where it is not mapped."""
         return self._reach
 
     def buffer(self, rank: int | None = None) -> Tensor:
@@ -362,7 +362,7 @@ def _map(offer: _Offer, total: int, rank: int, peer: int) -> Tensor:
 
 
 def _started(process: int) -> int:
-    """When a process started, in clock ticks since boot; -1 for one that has ended."""
+    """Read when a process started, in clock ticks since boot; -1 for one that has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()  # a name may contain anything
     except OSError:

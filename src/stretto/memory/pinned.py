@@ -41,7 +41,7 @@ _registered: dict[int, int] = {}
 _postponed: list[tuple[list[int], torch.device, object]] = []
 """Memory that was released while a CUDA graph was captured, when it cannot be unregistered."""
 _of_parent: list[object] = []
-"""In a forked process, what its parent has mapped: unmapping it here would hit what may lie at its addresses now."""
+"""Forget, in a forked process, what its parent has mapped: unmapping it here would hit what may lie there now."""
 
 
 def allocate_pinned(num_bytes: int, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ MAX_BYTES = 1 << 26
 """The longest message of one rank, 64 MiB: lists of a large model's tensors take a few."""
 _FIRST_BYTES = 512  # of each message that are sent with its length: most are shorter
 MAX_DEPTH = 64
-"""Of containers in each other."""
+"""The deepest that containers may lie in each other."""
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
 
@@ -103,7 +103,7 @@ def _check_length(length: int, rank: int) -> int:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where messages lie: in host memory, unless the group only reaches GPUs."""
+    """Choose where messages lie: in host memory, unless the group only reaches GPUs."""
     members = dist.group.WORLD if group is None else group
     assert isinstance(members, dist.ProcessGroup)
     kinds = {device.type for device in members._device_types}

@@ -83,9 +83,9 @@ class SharedGroups:
         group = shared[key].group
         return None if group is None else group()
 
-    def get_for_all(self, purpose: str, *, timeout: timedelta, backend: str) -> dist.ProcessGroup:
-        """Return the group of all ranks of the job for a purpose, as `get`. Collective."""
-        group = self.get([range(dist.get_world_size())], purpose, timeout=timeout, backend=backend)
+    def get_for_all(self, purpose: str, *, timeout: timedelta) -> dist.ProcessGroup:
+        """Return a gloo group of all ranks of the job for a purpose, as `get`. Collective."""
+        group = self.get([range(dist.get_world_size())], purpose, timeout=timeout, backend="gloo")
         assert group is not None
         return group
 

@@ -23,7 +23,7 @@ _LONGEST_PAUSE = 1e-3
 
 
 class Reach(Enum):
-    """How a rank gets data into a peer's memory: by loads and stores, or by puts, between nodes."""
+    """The way in which a rank gets data into a peer's memory: by loads and stores, or by puts, between nodes."""
 
     LOADS_AND_STORES = "loads and stores"
     PUTS = "puts"
@@ -47,7 +47,7 @@ class SymmetricMemory(ABC):
 
     @property
     def reach(self) -> tuple[Reach, ...]:
-        """How this rank gets data into each rank's buffer."""
+        """The way in which this rank gets data into each rank's buffer."""
         return (Reach.LOADS_AND_STORES,) * self.world_size
 
     @abstractmethod

@@ -93,12 +93,12 @@ class GroupChoices:
 
     @property
     def copies_obstacle(self) -> str:
-        """Why copy engines cannot move rows by a schedule; "" if they can."""
+        """Say why copy engines cannot move rows by a schedule; "" if they can."""
         return self.obstacle if self.nodes else self.schedule_obstacle
 
     @property
     def routed_obstacle(self) -> str:
-        """Why there can be no routed schedule, whose rows are stored, or put to other nodes; "" if there can."""
+        """Say why there is no routed schedule, whose rows are stored, or put to other nodes; "" if there can be."""
         ranks = Counter(self.nodes).values()
         if len(set(ranks)) > 1:
             return f"its nodes have {', '.join(map(str, ranks))} ranks, and tokens go to alike nodes"

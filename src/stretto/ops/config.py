@@ -249,7 +249,7 @@ def default_config(problem: GemmProblem, machine: Machine) -> tuple[KernelConfig
 
 
 def find_refusal(problem: GemmProblem, machine: Machine) -> str:
-    """Why no kernel is a default, whatever the machine's speeds are; "" where one may be."""
+    """Say why no kernel is a default, whatever the machine's speeds are; "" where one may be."""
     if problem.experts and (problem.dtype.itemsize != 2 or problem.n % 8 or problem.k % 8):
         return "kernels of experts are for 16 bits, and weights whose sizes are multiples of 8"
     if not machine.processors:

@@ -54,7 +54,7 @@ def has_power_of_two_columns(blocks: Blocks) -> bool:
 
 
 def count_column_parts(blocks: Blocks) -> int:
-    """In how many parts a tile's columns are multiplied: each of a power of two, up to 64 or 128."""
+    """Count the parts in which a tile's columns are multiplied: each of a power of two, up to 64 or 128."""
     return blocks.n // min(blocks.n & -blocks.n, 64 if blocks.m <= 64 else 128)
 
 
@@ -112,10 +112,10 @@ class Gemm(NamedTuple):
     out_parts: Any
     precision: Any
     grain: Any
-    row_scales: Any
-    row_step: Any
-    column_scales: Any
-    column_step: Any
+    row_scales: Any = None
+    row_step: Any = 0
+    column_scales: Any = None
+    column_step: Any = 0
 
 
 class GemmOperands(NamedTuple):
@@ -220,10 +220,6 @@ def _describe(
         out_parts=tl.constexpr(out_parts if blocks.n >= 128 else 1),
         precision=tl.constexpr("ieee" if exact else "tf32"),
         grain=tl.constexpr(1 if by_tma else math.gcd(k, n if transposed else k, TMA_BYTES // element_size)),
-        row_scales=None,
-        row_step=0,
-        column_scales=None,
-        column_step=0,
     )
 
 

@@ -118,7 +118,7 @@ def _run(
 
 
 def _run_library(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, dtype: torch.dtype) -> Tensor:
-    """By a library's GEMM and the group's backend; partial sums, which are added as in kernels, travel in `dtype`.
+    """Multiply by a library's GEMM, and sum by the group's backend: partial sums travel in `dtype`, as in kernels.
 
     Results equal the kernels' up to rounding. On CPUs the ranks' sums are added in fp32 in rank order, as in kernels;
     NCCL adds in its own order, and rounds at each hop.

@@ -22,7 +22,7 @@ TURNED = tl.constexpr(_TILE)
 
 @triton.jit
 def _find_heads(groups, QUERIES: tl.constexpr, HALF: tl.constexpr, LANES: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the first halves of this program's HEADS heads lie, and of which token they are.
+    """Find the first halves of this program's HEADS heads, and their token.
 
     Returns the token, and [HEADS, LANES] each: offsets in the linear's output, in queries, and in keys and values; and
     which of the heads are queries, keys and values. A group has QUERIES queries, a key and a value.

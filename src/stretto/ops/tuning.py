@@ -201,7 +201,7 @@ class RotatingOperands:
 
 
 class _ExpertOperands(RotatingOperands):
-    """As of `RotatingOperands`, for experts that tokens take evenly: t tokens of each rank."""
+    """Operands of experts that tokens take evenly: t tokens of each rank."""
 
     def __init__(
         self, operator: str, x: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None, t: int, top_k: int

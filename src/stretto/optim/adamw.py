@@ -56,7 +56,7 @@ class AdamW(torch.optim.AdamW):
         return super().__getstate__() | {"writes_copies": self.writes_copies}  # of a copied or pickled optimizer
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's. Moments that were saved in channels_last are laid out as their parameter, by which kernels go."""
+        """Load a state, as torch does. Moments that were saved in channels_last get the layout of their parameter."""
         super().load_state_dict(state_dict)
         for parameter, held in self.state.items():
             if isinstance(parameter, Tensor) and local(parameter).is_contiguous():
@@ -106,7 +106,7 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's."""
+        """Drop all gradients, as torch does."""
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 

@@ -38,7 +38,7 @@ class AdamWTensors(NamedTuple):
         return self.parameter.numel() <= SMALL, "" if self.copy is None else str(self.copy.dtype)
 
     def addresses(self) -> tuple[int, ...]:
-        """Where a kernel finds it: parameter and its end, gradient, moments and copy.
+        """Return where a kernel finds it: parameter and its end, gradient, moments and copy.
 
         Triton compiles a kernel for each kind of every number in a tuple: of other bits, a multiple of 16, 1. All of
         these, twice an address and one, are of one kind.

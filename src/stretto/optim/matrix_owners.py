@@ -34,7 +34,7 @@ class _HeldPart:
 
     @property
     def numbers(self) -> int:
-        """Of one matrix, whose boxes of several are as large."""
+        """How many numbers of one matrix it carries; of several matrices it carries as many of each."""
         return sum(prod(box.sizes[-2:]) for box in self.boxes)
 
 
@@ -292,7 +292,7 @@ def _divide(matrices: Sequence[_Held], ranks: int) -> list[list[_Held]]:
 
 
 def _cost(shape: tuple[int, ...]) -> int:
-    """Of an iteration, up to a factor: a product [s, l] x [l, s], one [s, s] x [s, s], and one [s, s] x [s, l]."""
+    """Count an iteration's work, up to a factor: products [s, l] x [l, s], [s, s] x [s, s], and [s, s] x [s, l]."""
     short, long = sorted(shape)
     return short * short * (2 * long + short)
 

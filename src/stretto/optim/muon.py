@@ -115,7 +115,7 @@ class _MatrixParameter(NamedTuple):
 
     @property
     def is_transposed(self) -> bool:
-        """Whether it is stored [.., in, out]."""
+        """True if it is stored [.., in, out]."""
         return any(part.dim == -1 for part in self.parts)
 
     @property

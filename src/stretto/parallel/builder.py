@@ -28,7 +28,8 @@ from stretto.parallel.layers.block_shard import BlockShard
 from stretto.parallel.layers.dropout import ParallelDropout
 from stretto.parallel.layers.embedding import ParallelEmbedding, ParallelPositions
 from stretto.parallel.layers.gemm_layout import MatmulTuner
-from stretto.parallel.layers.linear import CompressingLinear, LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import CompressingLinear, ParallelLinear
+from stretto.parallel.layers.linear_plan import LinearPlan
 from stretto.parallel.layers.loss import ParallelHead, ParallelLoss
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.layers.sharded_module import ShardedModule
@@ -164,7 +165,7 @@ class Builder:
         return self.parameter(original, getattr(source, key), sharding)
 
     def shared_places(self, plan: ShardingPlan) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Where a module without a role holds a parameter of `build_all`, under which name, and that parameter."""
+        """Find where a module without a role holds a parameter of `build_all`, under which name, and that parameter."""
         return [
             (module, key, self._made[id(parameter)])
             for name, module in self.model.named_modules()
@@ -211,6 +212,7 @@ class Builder:
         bias = None
         if module.bias is not None:
             bias = self.parameter(module.bias, source.bias, self._sharding(name, role, "bias"))  # type: ignore[arg-type]
+        is_whole = None in (input_axis, output_axis)  # on one side
         plan = self._linear_plan(in_fp8)(
             name,
             shard,
@@ -218,9 +220,7 @@ class Builder:
             output_axis=output_axis,
             output_reduce_group=NO_GROUP if input_axis is None else grid.communicator(input_axis),
             # The gradients that "expand" returns cover its own heads; `CompressingLinear` sums them.
-            input_grad_reduce_group=NO_GROUP
-            if None in (input_axis, output_axis)
-            else grid.communicator(str(output_axis)),
+            input_grad_reduce_group=NO_GROUP if is_whole else grid.communicator(str(output_axis)),
             is_transposed=is_transposed,
             keeps_weights=self.keeps_weights,
             hides_all_reduce=self.overlap.all_reduce,

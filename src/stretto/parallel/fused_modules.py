@@ -61,7 +61,7 @@ def fuse_modules(model: nn.Module, tuner: AttentionTuner) -> None:
 
 
 def _keep_no_cache(model: nn.Module) -> None:
-    """In training, pass a cache that keeps nothing, unless the caller wants one, or says where tokens are.
+    """Pass, in training, a cache that keeps nothing, unless the caller wants one, or says where tokens are.
 
     With a cache, which transformers makes otherwise, torch.compile makes a graph for each layer, and none for those
     from the ninth on. Without any, transformers looks for packed sequences in positions: the host waits for the GPU.

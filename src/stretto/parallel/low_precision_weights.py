@@ -123,7 +123,7 @@ class PlacedWeight(LowPrecisionWeight):
         self._note_write = note_write
 
     def open(self, parameter: Tensor) -> Tensor | None:
-        """As of `LowPrecisionWeight`; None too if the parameter has another shape now, or none of the place's dtype."""
+        """Open it as a `LowPrecisionWeight`; None also if the parameter has another shape now, or the place is gone."""
         _watch_optimizers()
         self.expect_write(parameter)
         place = self._kept

@@ -216,14 +216,14 @@ class _SegmentedLoop:
 
 @dataclass(frozen=True)
 class _FromLast:
-    """In the place of an argument: a tensor that the block before returned, by its number among the tensors."""
+    """Stands for an argument: a tensor that the block before returned, by its number among the tensors."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Input:
-    """In the place of a tensor argument: the tensor without its graph, and its version."""
+    """Stands for a tensor argument: the tensor without its graph, and its version."""
 
     tensor: Tensor
     version: int

@@ -51,7 +51,7 @@ _DISPATCHES_SUBCLASSES = torch.__version__.split(".")[:2] >= ["2", "13"]
 
 
 class _View(NamedTuple):
-    """Of which parameter a tensor is a view, and how it is made of the whole parameter."""
+    """The parameter of which a tensor is a view, and how it is made of the whole parameter."""
 
     parameter: Tensor
     make: Callable[[Tensor], Tensor]
@@ -196,7 +196,7 @@ class ShardedParameter(TensorOnGrid):
 
     @staticmethod
     def __tensor_unflatten__(*args: Any, **kwargs: Any) -> "ShardedParameter":
-        """As torch.compile makes a graph's input, whose type it compares with the parameter's."""
+        """Make a graph's input for torch.compile, which compares its type with the parameter's."""
         found = DTensor.__tensor_unflatten__(*args, **kwargs)
         found.__class__ = ShardedParameter
         return found

@@ -106,7 +106,7 @@ class Architecture:
 
     @cached_property
     def has_moe(self) -> tuple[bool, ...]:
-        """Of each block, whether it has the mixture of experts."""
+        """For each block, True if it has the mixture of experts."""
         return self.moe_pattern or (self.moe is not None,) * self.layers
 
     @property

@@ -73,7 +73,7 @@ class WeightTraffic:
 
     @classmethod
     def of(cls, parameters: float, grid: GridSizes) -> "WeightTraffic":
-        """Of so many parameters that only z splits: those of a block, or those that are in none."""
+        """The traffic of so many parameters that only z splits: those of a block, or those that are in none."""
         gz, gdata = grid.shards, grid.replicas
         sharded = (gz - 1) / gz * parameters
         return cls(sharded, sharded, 2 * (gdata - 1) / gdata * parameters / gz, parameters / gz)

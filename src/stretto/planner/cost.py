@@ -156,7 +156,7 @@ class PassTotals(NamedTuple):
         return PassTotals(*[count * value for value in self])
 
     def plus(self, other: "PassTotals") -> "PassTotals":
-        """Of both together."""
+        """The sum of both."""
         return PassTotals(*map(add, self, other))
 
     @property

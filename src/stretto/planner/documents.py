@@ -113,7 +113,7 @@ class PackedDocuments:
 
 
 def draw_starts(histogram: Histogram, total: int, seed: int) -> tuple[int, ...]:
-    """Where packed documents begin in a sequence of so many tokens, then its length, where the last one is cut."""
+    """Draw where packed documents begin in a sequence of so many tokens, then its length, where the last one is cut."""
     lengths, counts = zip(*histogram, strict=True)
     random, starts = Random(seed), [0]
     while starts[-1] < total:

@@ -300,7 +300,7 @@ def _memory_at(workload: StepWorkload, config: StepConfig, micro_batch: int, **n
 
 
 def _find_nvlink(cluster: Cluster, grid: GridSizes) -> dict[str, bool]:
-    """What `memory` asks of NVLink."""
+    """Find what `memory` needs to know of NVLink."""
     reaches = partial(has_nvlink_over, cluster, grid)
     return {"has_nvlink": reaches(SHARDS), "joins_context": reaches("context")}
 

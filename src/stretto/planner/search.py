@@ -276,7 +276,7 @@ def _notes(workload: StepWorkload, states: Sequence[StateOptions]) -> tuple[str,
 def _note_imbalance(
     workload: StepWorkload, config: StepConfig, cluster: Cluster, device: Device | None, limit: float
 ) -> tuple[str, ...]:
-    """What a step on this grid takes longer because the busiest rank of experts has more rows than the others."""
+    """Count what a step on this grid takes longer because the busiest rank of experts has more rows than the others."""
     shape = workload.model.moe
     if shape is None or device is None or config.grid.expert == 1 or shape.imbalance == 1:
         return ()
@@ -370,7 +370,7 @@ def _nothing_possible(
     shards: bool,
     pipelines: PipelineSpace,
 ) -> str:
-    """Why the model fits on no grid of `ranks`, and the nearest number of GPUs, up to `most`, on which it fits."""
+    """Say why the model fits on no grid of `ranks`, and the nearest number of GPUs, up to `most`, on which it fits."""
     if 1 not in pipelines.pipes:
         stages = ", ".join(map(str, pipelines.pipes))
         why = "; ".join(list(dict.fromkeys(filter(None, reasons)))[:3]) or "no number of stages can"

@@ -239,11 +239,9 @@ class _WorkloadRecorder:
         packed, way = self.workload.documents, config.attention_way
         shared = None if packed is None else packed.over_context(grid.context)
         numbers = keys_numbers(model, grid, self.tokens, packed, latents=latents)
-        if way == "ulysses":
+        if way == "ulysses":  # one half travels under the other's attention
             heads = sum(layer.exchanged_heads(grid) for layer in model.block)
-            numbers = (
-                self.tokens * heads * (grid.context - 1) / grid.context / 2
-            )  # one half, under the other's attention
+            numbers = self.tokens * heads * (grid.context - 1) / grid.context / 2
         keys = self._over("all_to_all", "context", numbers * self.workload.element)
         if keys is None:
             return None

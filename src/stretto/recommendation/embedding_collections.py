@@ -26,7 +26,7 @@ from stretto.suggestions import require_type
 
 
 class PoolingType(Enum):
-    """How the rows of a bag become one vector."""
+    """The way in which the rows of a bag become one vector."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -350,7 +350,7 @@ class EmbeddingBagCollection(_Collection):
         self._configs, self._is_weighted = original.embedding_bag_configs(), original.is_weighted()
 
     def is_weighted(self) -> bool:
-        """Whether rows are multiplied by weights."""
+        """True if rows are multiplied by weights."""
         return self._is_weighted
 
     def embedding_bag_configs(self) -> list[Any]:
@@ -391,7 +391,7 @@ class EmbeddingCollection(_Collection):
         self._configs, self._need_indices = original.embedding_configs(), original.need_indices()
 
     def need_indices(self) -> bool:
-        """Whether outputs have their ids as weights."""
+        """True if outputs have their ids as weights."""
         return self._need_indices
 
     def embedding_configs(self) -> list[Any]:

@@ -92,7 +92,7 @@ class _Jagged(_Tensors):
         return self._lengths
 
     def offsets(self) -> Tensor:
-        """Where slices begin, and where the last one ends."""
+        """The offsets at which slices begin, and the one at which the last ends."""
         if self._offsets is None:
             self._offsets = _to_offsets(self.lengths())
         return self._offsets
@@ -102,7 +102,7 @@ class _Jagged(_Tensors):
         return self._lengths
 
     def offsets_or_none(self) -> Tensor | None:
-        """Where slices begin, or None if that has not been asked for."""
+        """The offsets at which slices begin, or None if that has not been asked for."""
         return self._offsets
 
 
@@ -308,14 +308,14 @@ class KeyedJaggedTensor(_Jagged):
         return False
 
     def offset_per_key(self) -> list[int]:
-        """Where each feature's values begin, and where the last one's end."""
+        """The offsets at which each feature's values begin, and the one at which the last one's end."""
         if self._offset_per_key is None:
             ends = self.offsets()[:: self._stride].tolist() if self._stride else [0] * (len(self._keys) + 1)
             self._offset_per_key = ends
         return self._offset_per_key
 
     def offset_per_key_or_none(self) -> list[int] | None:
-        """Where each feature's values begin, or None if that has not been read."""
+        """The offsets at which each feature's values begin, or None if that has not been read."""
         return self._offset_per_key
 
     def length_per_key_or_none(self) -> list[int] | None:
@@ -392,11 +392,11 @@ class KeyedTensor(_Tensors):
         return self._key_dim
 
     def length_per_key(self) -> list[int]:
-        """How wide each feature's vectors are."""
+        """The width of each feature's vectors."""
         return self._lengths
 
     def offset_per_key(self) -> list[int]:
-        """Where each feature's vectors begin, and where the last one's end."""
+        """The columns at which each feature's vectors begin, and the one at which the last one's end."""
         return [*accumulate(self._lengths, initial=0)]
 
     def __getitem__(self, key: str) -> Tensor:
@@ -408,7 +408,7 @@ class KeyedTensor(_Tensors):
 
     @staticmethod
     def regroup(keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]]) -> list[Tensor]:
-        """For each group of features, their vectors side by side."""
+        """Return for each group of features their vectors side by side."""
         found = {key: value for each in keyed_tensors for key, value in each.to_dict().items()}
         return [torch.cat([found[key] for key in group], keyed_tensors[0].key_dim()) for group in groups]
 
@@ -416,7 +416,7 @@ class KeyedTensor(_Tensors):
     def regroup_as_dict(
         keyed_tensors: "Sequence[KeyedTensor]", groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """As `regroup`, by the groups' names."""
+        """Return what `regroup` does, by the groups' names."""
         return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
 
     def __str__(self) -> str:

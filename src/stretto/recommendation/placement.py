@@ -10,7 +10,7 @@ from stretto.quantities import require_least, show_bytes
 from stretto.suggestions import name_known, require_fields
 
 ShardingKind = Literal["table", "column", "row", "table-row", "replicated"]
-"""How a table lies on ranks: whole on one; cut by columns or by rows; by rows on ranks of one node; whole on all."""
+"""The layout of a table: whole on one rank; cut by columns or by rows; by rows on ranks of one node; whole on all."""
 
 QUANTUM = 4  # columns of a shard are a multiple of it where the table's are enough: the fused operator takes no others
 
@@ -96,7 +96,7 @@ class TablePlacement:
         return rows if rows < shard.rows else 0
 
     def kind(self, table: int) -> ShardingKind:
-        """How a table lies on its ranks."""
+        """Return the layout of a table on its ranks."""
         return self.kinds[table] if self.kinds else "table"
 
     @property

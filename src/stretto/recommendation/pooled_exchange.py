@@ -224,7 +224,7 @@ def _find_operators() -> Any | None:
 
 
 def _find_obstacle(dtype: torch.dtype, dims: Sequence[int]) -> str | None:
-    """Why the operator takes no tables of these; None if it does."""
+    """Say why the operator takes no tables of these; None if it does."""
     from stretto.ops.embedding.table_set import require_shape
 
     try:

@@ -83,7 +83,7 @@ def _cut_rows(indices: Tensor, lengths: Tensor, starts: Sequence[int]) -> tuple[
 
 
 class ShardColumns(NamedTuple):
-    """Where the exchanged vectors' columns go.
+    """Maps the exchanged vectors' columns to their places.
 
     targets: int64 [columns of all shards], each one's column in the tables' vectors. firsts: int64 [columns of all
     tables], the column of the first part that has it. later: for the second parts, the third ones and so on of tables

@@ -197,8 +197,8 @@ class TableExchange:
     def boxes(
         self, weights: Mapping[int, nn.Parameter]
     ) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
-        """For a checkpoint, of each of this rank's tables: its weight's key, its shape, which part of it this rank has,
-        and that part ("") with the optimizer's states by their names. Without a part: what is not of one table."""
+        """Yield for a checkpoint, of each of this rank's tables: its weight's key, its shape, which part is here, and
+        that part's numbers ("") with the optimizer's states by their names. No part: what is of no single table."""
         for index, group in enumerate(self._groups):
             tables = self._tables_of(group)
             optimizer = self._optimizers[index] if self._optimizers else None

@@ -131,14 +131,14 @@ class RankLoad(NamedTuple):
         return RankLoad(*map(sub, self, other))
 
     def seconds(self, rates: TableRates) -> float:
-        """Of a step: the exchange hides under the look-up, its way back comes before the update."""
+        """Return the seconds of a step: the exchange hides under the look-up, its way back comes before the update."""
         exchange = self.sent / rates.in_node + self.sent_between / rates.between_nodes
         return max(max(self.look_up, exchange) + exchange + self.update + self.shared, self.host / rates.host)
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """How a table is placed: its kind, on so many ranks."""
+    """The placement of a table: its kind, on so many ranks."""
 
     kind: ShardingKind = "table"
     ranks: int = 1
@@ -163,7 +163,7 @@ class TablePlan:
 
     @property
     def imbalance(self) -> float:
-        """By how much the slowest rank is above the mean: 0 if all are even."""
+        """The part by which the slowest rank is above the mean: 0 if all are even."""
         return max(self.seconds) * len(self.seconds) / sum(self.seconds) - 1
 
     def explain(self) -> str:
@@ -316,9 +316,7 @@ class _TableSearch:
     optimizer: str
     rates: TableRates
     ranks_per_node: int
-    caches: Mapping[int, tuple[int, float]] = field(
-        default_factory=dict
-    )  # of a table: rows, part of look-ups that miss
+    caches: Mapping[int, tuple[int, float]] = field(default_factory=dict)  # a table's: rows, part of look-ups that miss
 
     def with_caches(self, hit_rates: Mapping[int, HitRates], memory: float) -> tuple["_TableSearch", list[str]]:
         """The search with the caches with which tables fit, and why; the memory goes where it saves the most misses."""

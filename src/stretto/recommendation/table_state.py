@@ -26,7 +26,7 @@ class DistributedModule(Protocol):
     is_distributed: bool
 
     def boxes(self) -> Iterator[tuple[str, tuple[int, int], TableShard | None, dict[str, Tensor]]]:
-        """As `TableExchange.boxes`."""
+        """Describe the tables as `TableExchange.boxes`."""
 
 
 def table_state(tables: ShardedTables) -> dict[str, ShardedState]:

@@ -12,7 +12,7 @@ MAX_ROWS = 256
 MAX_STEPS = 20_000
 
 Places = Mapping[int, tuple[int, int]]
-"""Of a step's number: its column and its row."""
+"""The column and the row of each step, by the step's number."""
 
 
 class ScheduleLayout(NamedTuple):

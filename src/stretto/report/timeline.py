@@ -21,7 +21,7 @@ KINDS = {
     WAITING: Look("#e6e6e6", "v", (0, (1, 1)), "\\\\"),
     IN_EXPERTS: Look(GREEN, "P", (0, (3, 1)), "xx"),
 }
-"""What the bars are. The kinds of a row differ in lightness, and exposed parts are also hatched."""
+"""The meaning of the bars. The kinds of a row differ in lightness, and exposed parts are also hatched."""
 
 MILLISECONDS = 1e3
 

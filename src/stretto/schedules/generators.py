@@ -117,7 +117,7 @@ def _fewest_virtual_stages(generator: _Generator) -> int:
 
 
 def _rounds(pipe: int, micro_batches: int) -> int:
-    """In how many rounds interleaved 1F1B takes its micro-batches: as many as have at least pipe each."""
+    """Count the rounds in which interleaved 1F1B takes its micro-batches: as many as have at least pipe each."""
     return max(1, micro_batches // pipe)
 
 

@@ -106,7 +106,7 @@ def _each(name: str, value: float | tuple[float, ...], stages: int) -> list[floa
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """When each action of a step starts and ends.
+    """The times at which each action of a step starts and ends.
 
     schedule: the actions in the order in which they were computed. starts, ends: of each rank's actions.
     busy: the time that each rank computes.
@@ -276,7 +276,7 @@ def make_timeline(
 
 
 class MessageTimes:
-    """When messages arrive, each channel from one rank to another carrying activations or gradients, one at a time."""
+    """Computes when messages arrive: a channel between two ranks carries one activation or gradient at a time."""
 
     def __init__(self, stage_ranks: Sequence[int], links: StageLinks) -> None:
         self._latency, self._transmission = links.times(len(stage_ranks))

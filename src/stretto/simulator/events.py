@@ -32,7 +32,7 @@ class EventQueue:
         self.put(time, (function, arguments))
 
     def put(self, time: float, event: Event) -> None:
-        """As `at`, for an event that the caller keeps and inserts again and again."""
+        """Insert an event as `at`, one that the caller keeps and inserts again and again."""
         buckets = self._buckets
         if time in buckets:
             buckets[time].append(event)

@@ -207,7 +207,7 @@ class GraphBuilder:
 
 
 class Execution:
-    """When each operation of a graph ran. fidelity: that of the network. starts, ends: seconds, by operation."""
+    """The times at which a graph's operations ran. fidelity: the network's. starts, ends: seconds, by operation."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether the kernels of this process are interpreted: TRITON_INTERPRET, as it was at import."""
+"""True if the kernels of this process are interpreted: TRITON_INTERPRET, as it was at import."""
 
 if INTERPRETED.value == isinstance(tl.zeros, triton.JITFunction):
     raise ImportError(
@@ -262,7 +262,7 @@ def give_up(report):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def require_own(report, pointer):  # type: ignore[no-untyped-def]
-    """In interpreted kernels, refuse a pointer outside of this rank's memory of the channel; nothing when compiled."""
+    """Refuse, in interpreted kernels, a pointer outside of this rank's memory of the channel; compiled, do nothing."""
     if INTERPRETED:
         _require_own(report, pointer)
 

@@ -137,7 +137,7 @@ def find_launches(device: Hashable) -> Launches:
 
 
 def launch_cached(kernel: Any, programs: int, *arguments: Any, **options: Any) -> None:
-    """As `launch_kernel` on the current device, but fast where arguments of the same kinds were launched before.
+    """Launch as `launch_kernel` on the current device, but fast where arguments of the same kinds were launched before.
 
     For kernels whose arguments are tensors, numbers, None and tuples of these, and which a training step launches
     often: a launch by Triton takes the host 20 to 150 microseconds, and one by this function a fraction of that.

@@ -228,7 +228,7 @@ def _sum_over_ranks(model: nn.Module, number: float) -> float:
 
 
 class PrunedParameters:
-    """What is left of this rank's shards, as a store keeps it: of each parameter its index, and of those that z shards
+    """Holds what is left of this rank's shards, as a store does: each parameter's index, and of those that z shards
     this rank's share (`PrunedWeight`).
 
     sharded: how z shards weights. Raises ValueError, on all ranks, for masks that differ between ranks that hold the
@@ -279,10 +279,10 @@ class PrunedParameters:
                 parameter.pruned = self._shares.get(name)
         state.weight_gatherer.send_pruned()
         for block in state.block_shards.values():
-            block.send_pruned()
+            block.fill_messages()
 
     def compress(self, name: str, shard: Tensor) -> Tensor:
-        """What the store keeps of a tensor like a parameter's shard. Collective for one that z shards."""
+        """Compress a tensor like a parameter's shard to what the store keeps. Collective for one that z shards."""
         shard = shard.to(self._device)
         if (share := self._shares.get(name)) is not None:
             return share.compress(shard)

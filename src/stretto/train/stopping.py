@@ -37,7 +37,7 @@ class StopRequest:
         self._group: dist.ProcessGroup | None = None
         if dist.get_world_size() > 1:
             limit = timedelta(seconds=group_timeout(None))
-            self._group = SharedGroups().get_for_all("stop requests", backend="gloo", timeout=limit)
+            self._group = SharedGroups().get_for_all("stop requests", timeout=limit)
         self._exchange: Pending | None = None
         self._asked = torch.zeros(1, dtype=torch.int32, device="cpu")
 

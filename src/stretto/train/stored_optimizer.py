@@ -282,7 +282,7 @@ class StoredOptimizer:
         return loss if self.loss_scale is None else self.loss_scale.apply(loss)
 
     def describe(self) -> str:
-        """Where state is stored and how it is updated, for the log."""
+        """Say where state is stored and how it is updated, for the log."""
         store, options = self.store, self.options
         numbers, buckets = store.layout.size, len(store.layout.buckets)
         state = sum(array.numel() * array.element_size() for array in store.residence.arrays.values())

@@ -17,7 +17,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Overlap, checkpoint_activations, no_sync, parallelize
 from stretto.parallel.comm import gradient_buckets
 from stretto.parallel.comm.collectives import Pending
-from stretto.parallel.layers import linear
+from stretto.parallel.layers import linear_plan
 from tests.parallel.training import Sizes, my_rows
 
 SEED = 11
@@ -42,8 +42,8 @@ def small_limits(how: How) -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(gradient_buckets, "BUCKET_BYTES", how.bucket_bytes))
     if how.halves:
-        stack.enter_context(mock.patch.object(linear, "HALVED_BYTES", 0))
-        stack.enter_context(mock.patch.object(linear, "HALVED_INPUTS", 17))
+        stack.enter_context(mock.patch.object(linear_plan, "HALVED_BYTES", 0))
+        stack.enter_context(mock.patch.object(linear_plan, "HALVED_INPUTS", 17))
     return stack
 
 

@@ -17,7 +17,8 @@ from stretto.execution import StageOptions
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, Pipeline, count_collectives, parallelize
 from stretto.parallel.layers import weight_shard
-from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.linear_plan import LinearPlan
 from stretto.parallel.layers.loss import ParallelHead
 from stretto.parallel.layers.norm import ParallelNorm
 from stretto.parallel.pipeline.actions import ActionRunner

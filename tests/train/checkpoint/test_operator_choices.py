@@ -11,7 +11,7 @@ from tests.ops import confirmed
 from tests.train import runs
 
 from stretto.ops import choices
-from stretto.parallel.layers.linear import ShardedTokens
+from stretto.parallel.layers.linear_plan import ShardedTokens
 from stretto.train import trainer
 from stretto.train.checkpoint.metadata import OperatorChoices, read_metadata
 from stretto.train.checkpoint.operator_choices import gather_choices, restore_choices

@@ -71,10 +71,6 @@ class TrainingRun:
     is_compiled: bool = False
 
 
-def make_grid(sizes: Mapping[str, Any]) -> Grid:
-    return Grid(**sizes)
-
-
 def measure(
     runs: Sequence[TrainingRun],
     workload: TimedWorkload,

@@ -2,7 +2,7 @@
 """Settings of the benches of training steps, and the workloads that are made from them."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from stretto.axes import name_grid
 from stretto.bench.settings import Layers, Option, Ranks, Repeats, Rounds, SeqLen, Tuning, Vocab, WarmUp, require_known
@@ -55,7 +55,7 @@ class TrainingWorkload:
         return 72 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (12 * layers * h))
 
 
-def grids_of(ranks: int) -> list[dict[str, int]]:
+def grids_of(ranks: int) -> list[dict[str, Any]]:
     """Every factorization of `ranks` into data, x, y and z."""
     from stretto.planner.grids import every_grid  # not for `stretto bench --help`
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.bench.harness import Column, print_table, run_ranks, write_result
 from stretto.bench.training.fsdp2 import build_fsdp2
-from stretto.bench.training.runs import TrainingRun, build_stretto, make_grid, measure
+from stretto.bench.training.runs import TrainingRun, build_stretto, measure
 from stretto.bench.training.settings import TrainingWorkload, grids_of
 from stretto.cluster import name_grid
 from stretto.parallel import Grid
@@ -63,6 +63,6 @@ def _measure_all(workload: TrainingWorkload, ranks: int, with_peers: bool) -> li
         for name, options in (FSDP2.items() if with_peers else ())
     ]
     runs += [
-        TrainingRun(name_grid(sizes), partial(build_stretto, workload, make_grid(sizes))) for sizes in grids_of(ranks)
+        TrainingRun(name_grid(sizes), partial(build_stretto, workload, Grid(**sizes))) for sizes in grids_of(ranks)
     ]
     return measure(runs, workload, world.device)

@@ -106,7 +106,7 @@ class NetworkOptions:
         return of_cluster(found, found.gpus)
 
     def gpus_per_node(self) -> int | None:
-        """Of --cluster; None of a topology. A cluster of fewer GPUs than a node has is one node."""
+        """Count a node's GPUs; None for a topology. A cluster of fewer GPUs than a node has is one node."""
         if self.cluster is None:
             return None
         from stretto.cluster import Cluster

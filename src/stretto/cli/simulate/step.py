@@ -12,7 +12,7 @@ from stretto.atomic_files import require_writable
 from stretto.axes import NAMES, check_sizes, name_grid
 from stretto.cli.commands import refuse_options
 from stretto.cli.console import Json, print_json, refusing_bad_input
-from stretto.cli.plan import Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
+from stretto.cli.plan import OF_WORKLOAD, Batch, ClusterName, ConfigFile, Model, SeqLen, read_workload, require_all
 from stretto.execution import ExecutionOptions, Overlap
 from stretto.quantities import require_least
 
@@ -195,7 +195,6 @@ def read_grid(text: str) -> dict[str, int]:
     return sizes
 
 
-_OF_WORKLOAD = ("batch", "seq_len", "documents", "dtype", "optimizer")
 _OF_RUN = ("state", "clips")
 _OF_SCHEDULE = ("micro_batch", "schedule", "virtual_stages", "limit", "serve_first")
 
@@ -216,11 +215,11 @@ def _choose_step(
     def given(names: Sequence[str]) -> dict[str, Any]:
         return {name: asked[name] for name in names if asked.get(name) is not None}
 
-    workload = StepWorkload(read_architecture(asked["model"], asked["seq_len"]), **given(_OF_WORKLOAD))
+    workload = StepWorkload(read_architecture(asked["model"], asked["seq_len"]), **given(OF_WORKLOAD))
     Device(machine, workload.dtype)  # a cluster that does not say what is needed is refused first
     options: ExecutionOptions = asked.get("options", ExecutionOptions()).replace(**changes)
     sizes = asked.get("grid") if grid is None else read_grid(grid)
-    about = given((*_OF_WORKLOAD, *_OF_RUN, *_OF_SCHEDULE))
+    about = given((*OF_WORKLOAD, *_OF_RUN, *_OF_SCHEDULE))
     kept: dict[str, Any] = {"drop_duplicates": options.drop_duplicates, "two_level": options.two_level}
     if sizes is not None:
         found = predict(asked["model"], machine, grid=sizes, options=options, **about)

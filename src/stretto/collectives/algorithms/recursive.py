@@ -89,7 +89,7 @@ def _all_but(one: int | None, count: int) -> list[tuple[int, int]]:
 
 @algorithm(lambda ranks, in_place=True: AllGather(ranks, 1, in_place), source=SOURCE)
 def recursive_doubling_all_gather(ranks: int) -> None:
-    """In step k every rank exchanges all that it has with the rank 2^k away."""
+    """Recursive doubling: in step k every rank exchanges all that it has with the rank 2^k away."""
     for rank in range(ranks):
         chunk(rank, "in", 0).copy(rank, "out", rank)
     double(range(ranks), "out", 0)
@@ -97,7 +97,7 @@ def recursive_doubling_all_gather(ranks: int) -> None:
 
 @algorithm(lambda ranks, in_place=True: ReduceScatter(ranks, 1, in_place), source=SOURCE)
 def recursive_halving_reduce_scatter(ranks: int, in_place: bool = True) -> None:
-    """In every step a rank sends half of the sums that it has to a rank twice as near as in the step before."""
+    """Recursive halving: in each step a rank sends half of its sums to one half as far away as in the step before."""
     if not in_place:
         for rank in range(ranks):
             chunk(rank, "in", 0, ranks).copy(rank, "scratch", 0)
@@ -118,7 +118,7 @@ def recursive_halving_all_reduce(ranks: int) -> None:
 
 @algorithm(lambda ranks, root=0, in_place=True: Broadcast(ranks, 1, root, in_place), source=BINOMIAL_SOURCE)
 def binomial_broadcast(ranks: int, root: int = 0) -> None:
-    """In every step each rank that has the data sends it to one that has not."""
+    """A binomial tree: in every step each rank that has the data sends it to one that has not."""
     chunk(root, "in", 0).copy(root, "out", 0)
     distance = 1
     while distance < ranks:

@@ -46,7 +46,7 @@ def ring_reduce_scatter(ranks: int, channels: int = 1, order: Sequence[int] | No
 
 
 def _go_around(ranks: int, channels: int, order: Sequence[int] | None) -> list[tuple[int, list[int]]]:
-    """For each rank, all ranks from it on around the ring."""
+    """Return for each rank all ranks from it on around the ring."""
     if channels < 1:
         raise ValueError(f"a ring has at least 1 channel, not {channels}")
     places = list(range(ranks)) if order is None else list(order) if isinstance(order, Sequence) else [order]

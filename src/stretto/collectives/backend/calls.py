@@ -142,7 +142,7 @@ class BackendCall:
 
 
 def find_obstacle(call: BackendCall, ranks: int) -> str | None:
-    """Why no schedule can run this call, whichever is installed; None if one could. The same on all ranks."""
+    """Say why no schedule can run this call, whichever is installed; None if one could. The same on all ranks."""
     if call.collective is None:
         return "no schedule does this operation"
     if call.note == "coalescing":
@@ -176,7 +176,7 @@ def find_obstacle(call: BackendCall, ranks: int) -> str | None:
 
 
 def _find_obstacle_in_lists(call: BackendCall, ranks: int) -> str | None:
-    """Why its lists are not those of one collective: c10d gives such lists another meaning, or refuses them."""
+    """Say why its lists are not those of one collective: c10d gives such lists another meaning, or refuses them."""
     if call.operation in _OF_ONE_TENSOR:
         return "it has several tensors" if len(call.inputs) > 1 else None
     match call.operation:

@@ -174,7 +174,7 @@ class CudaRunner:
                     self._fast.release()
 
     def _find_end(self) -> EndOfCall | None:
-        """Where the last call ends; None if there is none to wait for: calls of a graph have not begun."""
+        """Find where the last call ends; None if there is none to wait for: calls of a graph have not begun."""
         with self._caught_up():
             end = self._last_end
         return None if end is None or torch.cuda.is_current_stream_capturing() else end

@@ -50,7 +50,7 @@ class InstalledSchedule:
     def find_obstacle(
         self, call: BackendCall, dtypes: frozenset[torch.dtype], reductions: frozenset[str]
     ) -> str | None:
-        """Why it cannot run this call, on a runner with these dtypes and reductions; None if it can."""
+        """Say why it cannot run this call, on a runner with these dtypes and reductions; None if it can."""
         schedule = self.schedule
         if schedule.collective.name != call.collective:
             return f"it does {schedule.collective.name}"
@@ -392,7 +392,7 @@ def _make_runner(device_type: str, member: Member, fast: Any) -> Runner | None:
 
 
 _dispatchers: WeakValueDictionary[str, Dispatcher] = WeakValueDictionary()
-"""By the names of their groups, which are unique in a process at any time."""
+"""The dispatchers by the names of their groups, which are unique in a process at any time."""
 
 
 def register_dispatcher(dispatcher: Dispatcher) -> None:

@@ -39,7 +39,7 @@ _CALLS: dict[str, tuple[type, _Arguments]] = {
     "alltoall_base": (c10d.AllToAllOptions, lambda outputs, inputs: (outputs[0], inputs[0], [], [])),
     "alltoall": (c10d.AllToAllOptions, lambda outputs, inputs: (outputs, inputs)),
 }
-"""By operation: c10d's options, and the arguments before them of a group's method of that name."""
+"""By operation, c10d's options, and the arguments before them of a group's method of that name."""
 
 
 class HostFallback:
@@ -69,7 +69,7 @@ class HostFallback:
         note: str,
         is_async: bool = False,
     ) -> "Work | None":
-        """As `Dispatcher.__call__`; RuntimeError for what gloo cannot do, or the backend does not pass completely."""
+        """Run a call as `Dispatcher.__call__`; RuntimeError for what gloo cannot do, or c10d hands over in part."""
         work = self._dispatcher(operation, outputs, inputs, reduction, root, milliseconds, note, is_async)
         if work is not None or not any(tensor.device.type == self._device_type for tensor in (*outputs, *inputs)):
             return work

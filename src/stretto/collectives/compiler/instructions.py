@@ -140,7 +140,7 @@ def fuse(dag: InstructionDag, unfused: frozenset[int] = frozenset()) -> Instruct
 
 
 def _choose(dag: InstructionDag, unfused: frozenset[int]) -> dict[int, int]:
-    """For each receive that is fused, its send."""
+    """Choose for each receive that is fused its send."""
     operations = dag.chunk_dag.parts.operations
     to_leaf = _longest_paths_to_a_leaf(dag)
     chosen: dict[int, int] = {}
@@ -162,7 +162,7 @@ def _choose(dag: InstructionDag, unfused: frozenset[int]) -> dict[int, int]:
 
 
 def _longest_paths_to_a_leaf(dag: InstructionDag) -> list[int]:
-    """For each instruction, before fusion: the length of the longest path that begins at it."""
+    """Find for each instruction, before fusion, the length of the longest path that begins at it."""
     longest = [0] * len(dag.instructions)
     for number in range(len(dag.instructions) - 1, -1, -1):
         # Before fusion, the instructions can be executed in the order of their numbers.

@@ -110,7 +110,7 @@ def connection(dag: InstructionDag, message: int, channel: int) -> tuple[int, in
 
 
 def _depths(dag: InstructionDag, after: list[list[int]], missing: list[int]) -> tuple[list[int], list[int]]:
-    """For each instruction: the longest path to it, and the longest one from it, in instructions."""
+    """Find for each instruction the longest path to it, and the longest one from it, in instructions."""
     instructions = dag.instructions
     count = [missing[number] + (instruction.receives is not None) for number, instruction in enumerate(instructions)]
     depths, heights = [0] * len(instructions), [0] * len(instructions)

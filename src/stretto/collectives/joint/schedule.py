@@ -174,7 +174,7 @@ class JointSchedule:
 
 
 class _ChunkRows(NamedTuple):
-    """Where a collective's chunks begin and end: chunk i is the (i % per_block)-th of a block of so many rows."""
+    """Maps a collective's chunks to rows: chunk i is the (i % per_block)-th of a block of so many rows."""
 
     per_block: int
     block_rows: int
@@ -359,7 +359,7 @@ class _Lowering:
             self._define(reduce.value, self._index[reduce.left], added, sends[reduce.value], lowerings, sent)
 
     def _measure_way(self, sends: list[SendChunk], ranks: int) -> int:
-        """To how many ranks ahead a chunk goes first: all ranks begin with the next one, and never meet at one."""
+        """Count how many ranks ahead a chunk goes first: all ranks begin with the next one, and never meet at one."""
         return min(((send.peer - self.rank) % ranks for send in sends), default=0)
 
     def _define(
@@ -438,14 +438,14 @@ def _lower(lowerings: list[_Lowering], levels: int) -> list[tuple[Move, ...]]:
 
 
 class Times(NamedTuple):
-    """When moves begin, by rank, and when each (receiver, sender, channel) signals; in rows that a rank has written."""
+    """The times when moves begin, by rank, and when each channel signals; in rows that a rank has written."""
 
     begins: list[list[int]]
     signals: dict[tuple[int, int, int], int]
 
 
 def find_times(plans: list[tuple[Move, ...]]) -> Times:
-    """When each move would begin if tiles took no time: a rank writes a row at a time."""
+    """Find when each move would begin if tiles took no time: a rank writes a row at a time."""
     begins: list[list[int]] = [[] for _ in plans]
     signals: dict[tuple[int, int, int], int] = {}
     clocks, has_moved = [0] * len(plans), True
@@ -467,7 +467,7 @@ def find_times(plans: list[tuple[Move, ...]]) -> Times:
 
 
 def _order_chunks(plans: list[tuple[Move, ...]], chunks: int, *, is_gather: bool) -> Iterator[list[int]]:
-    """For each rank the order of its tiles' chunks: as they arrive, or the most urgent first.
+    """Order for each rank its tiles' chunks: as they arrive, or the most urgent first.
 
     The urgency of a chunk is the time from the beginning of the first move that needs it to the end of all that
     follows: its critical path.
@@ -489,7 +489,7 @@ def _order_chunks(plans: list[tuple[Move, ...]], chunks: int, *, is_gather: bool
 
 
 def _find_critical_paths(plans: list[tuple[Move, ...]], times: Times) -> dict[tuple[int, int], int]:
-    """By (rank, number of a move): the time from its beginning to the end of the last move that depends on it."""
+    """Find by (rank, number of a move) the time from its begin to the end of the last move that depends on it."""
     needs = defaultdict(list)
     for rank, moves in enumerate(plans):
         for number, move in enumerate(moves):

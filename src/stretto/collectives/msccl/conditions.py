@@ -26,7 +26,7 @@ class MscclCollective:
         self.inplace = inplace
 
     def init_buffers(self) -> Buffers:
-        """For each rank, what its input and output buffers hold at the start: lists of chunks or None."""
+        """Return for each rank what its input and output buffers hold at the start: lists of chunks or None."""
         raise NotImplementedError(f"{type(self).__name__} gives no init_buffers()")
 
     def check(self, prog: Any) -> bool | None:

@@ -108,7 +108,7 @@ def _find_known(collective: conditions.MscclCollective) -> ours.Collective | Non
 
 
 def _lay_out_scratch(buffers: conditions.Buffers) -> tuple[list[dict[Hashable, int]], tuple[int, ...]]:
-    """For each rank, where each of its scratch buffers starts in our one, one after another; and the size of ours."""
+    """Find where each scratch buffer of each rank starts in our one, one after another; and the size of ours."""
     starts: list[dict[Hashable, int]] = []
     sizes = []
     for of_rank in buffers:
@@ -169,7 +169,7 @@ def _find_memory(
 def _shared_memory(
     collective: conditions.MscclCollective, buffers: dict[Any, Any], rank: int
 ) -> tuple[int, int] | None:
-    """Where input and output begin in the memory that they share; None where they share none."""
+    """Find where input and output begin in the memory that they share; None where they share none."""
     found = [collective.get_buffer_index(rank, buffer, 0) for buffer in (MscclBuffer.input, MscclBuffer.output)]
     (input_at, input_start), (output_at, output_start) = found
     same = input_at is output_at or buffers.get(MscclBuffer.input, ()) is buffers.get(MscclBuffer.output)

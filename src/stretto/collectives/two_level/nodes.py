@@ -84,7 +84,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Host:
-    """Where a process runs: its node's name, and the rank count and agent number that torchrun gave it there."""
+    """The place of a process: its node's name, and the rank count and agent number that torchrun gave it there."""
 
     machine: str
     local_world_size: int | None

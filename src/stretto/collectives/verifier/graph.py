@@ -103,7 +103,7 @@ def _resolve_waits(
     begins: dict[tuple[int, int], int],
     errors: list[str],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each step the one that it waits for, and the first from there on whose end is published."""
+    """Find for each step the one that it waits for, and the first from there on whose end is published."""
     # For each step of a thread block, the first at or after it whose end is published.
     published_at = [-1] * len(steps)
     for number in range(len(steps) - 1, -1, -1):
@@ -133,7 +133,7 @@ def _resolve_waits(
 def _match(
     count: int, connections: dict[Connection, tuple[list[int], list[int]]]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """For each step, the one that sends what it receives, and the one that receives what it sends."""
+    """Find for each step the one that sends what it receives, and the one that receives what it sends."""
     sender, receiver = [-1] * count, [-1] * count
     for sends, receives in connections.values():
         for send, receive in zip(sends, receives, strict=False):
@@ -186,7 +186,7 @@ def _check_bounds(graph: Graph, number: int, what: str, buffer: Buffer, start: i
 
 
 def _find_ends(schedule: Schedule) -> dict[Connection, tuple[list[int], list[int]]]:
-    """For each connection, the thread blocks that hold its sending end, and those that hold its receiving one."""
+    """List for each connection the thread blocks that hold its sending end, and those that hold its receiving one."""
     ends: dict[Connection, tuple[list[int], list[int]]] = {}
     for rank, program in enumerate(schedule.ranks):
         for number, block in enumerate(program.thread_blocks):

@@ -81,19 +81,18 @@ def verify(schedule: Schedule, *, slots: int | None = None, waive: Collection[st
         )
     waived = "replica_consistency" in waive
     counted = [error for error in errors if not (waived and error.startswith("replica consistency"))]
+    is_right = all(outcome.right for outcome in outcomes) and not schedule.collective.is_unknown
+    writes_input = any(step.type.writes_destination and step.destination_buffer == "in" for step in graph.steps)
     return Verification(
         ok=not counted,
-        postcondition=all(outcome.right for outcome in outcomes) and not schedule.collective.is_unknown
-        if runs
-        else None,
+        postcondition=is_right if runs else None,
         deadlock_free=deadlock_free,
         slots=slots,
         min_slots=min_slots,
         races=tuple(races) if runs else None,
         replica_consistent=all(one.consistent for one in outcomes) if runs else None,
         roundings=max((outcome.roundings for outcome in outcomes), default=0) if runs else None,
-        writes_input=schedule.out_of_place
-        and any(step.type.writes_destination and step.destination_buffer == "in" for step in graph.steps),
+        writes_input=schedule.out_of_place and writes_input,
         steps=len(graph.steps),
         errors=(*errors[:MAX_ERRORS], *([f"{len(errors) - MAX_ERRORS} more"] if len(errors) > MAX_ERRORS else [])),
     )

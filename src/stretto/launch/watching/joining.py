@@ -130,12 +130,8 @@ def _key() -> str:
 def start_watcher(settings: dict[str, object]) -> "subprocess.Popen[bytes]":
     """Start the process that watches (`watcher`), which ends once all ranks have. settings: for its stdin."""
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "stretto.launch.watching.watcher",
-        ],  # -P: import nothing from the working directory
+        # -P: import nothing from the working directory
+        [sys.executable, "-P", "-m", "stretto.launch.watching.watcher"],
         stdin=subprocess.PIPE,
         start_new_session=True,  # a terminal's Ctrl-C and a launcher's kill of its group are not for it
         env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},

@@ -50,7 +50,7 @@ class Put(NamedTuple):
 
 
 _BITS = (RANK_BITS, REGION_BITS, OFFSET_BITS, REGION_BITS, OFFSET_BITS, OFFSET_BITS, SIGNAL_BITS, OPERATOR_BITS)
-"""Of a put's fields."""
+"""The bits of a put's fields."""
 
 
 def pack(put: Put) -> tuple[int, int, int, int]:

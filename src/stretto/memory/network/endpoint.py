@@ -27,7 +27,7 @@ from stretto.native_code import CompilerError
 logger = logging.getLogger(__name__)
 
 PROXY_VARIABLE = "STRETTO_PROXY"
-"""Which proxy: "native", "python", or "auto" (the default): native where it can be compiled."""
+"""The variable that names a proxy: "native", "python", or "auto" (the default): native where it can be compiled."""
 _PROXIES = ("auto", "native", "python")
 _CLOSING_SECONDS = 2.0
 
@@ -148,7 +148,7 @@ class Endpoint:
             raise PeerError(f"{self.describe(self.rank)} has lost {self.describe(peer)}: {why}")
 
     def failure(self, peer: int) -> str | None:
-        """Why a lane cannot reach the peer, or is broken; None as long as all can."""
+        """Say why a lane cannot reach the peer, or is broken; None as long as all can."""
         return next((why for proxy in self.lanes if (why := proxy.failure(peer)) is not None), None)
 
     def describe(self, rank: int) -> str:

@@ -112,7 +112,7 @@ def find_gin_obstacle() -> str:
 
 
 def _list_nccl_includes() -> list[Path]:
-    """Where NCCL's headers may be: NCCL_HOME, torch's wheel of NCCL, the system's."""
+    """List where NCCL's headers may be: NCCL_HOME, torch's wheel of NCCL, the system's."""
     homes = [Path(os.environ["NCCL_HOME"])] if os.environ.get("NCCL_HOME") else []
     spec = importlib.util.find_spec("nvidia")
     homes += [Path(place) / "nccl" for place in (spec.submodule_search_locations or () if spec else ())]

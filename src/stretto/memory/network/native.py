@@ -192,7 +192,7 @@ class NativeProxy:
             self._library.proxy_pause(handle, seconds)
 
     def failure(self, peer: int) -> str | None:
-        """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
+        """Say why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
         if self._handle is None:
             return "the group's proxy has ended"
         text = ctypes.create_string_buffer(_FAILURE_BYTES)

@@ -146,7 +146,7 @@ class Proxy:
         time.sleep(seconds)
 
     def failure(self, peer: int) -> str | None:
-        """Why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
+        """Say why the peer cannot be reached, or this proxy is broken; None as long as neither is known."""
         ended = None if self._thread.is_alive() else "the group's proxy has ended"
         return self._broken or self._links[peer].failure or ended
 
@@ -326,7 +326,7 @@ class Proxy:
     # Called by transports, in the thread.
 
     def place(self, frame: PutFrame) -> memoryview | None:
-        """Where a put's payload goes; None if it came before, or its region is closed."""
+        """Find where a put's payload goes; None if it came before, or its region is closed."""
         link = self._links[frame.source]
         if frame.number <= link.received or frame.number in link.early:
             return None

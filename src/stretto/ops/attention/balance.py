@@ -49,7 +49,7 @@ class _Circle(NamedTuple):
 
 @lru_cache(maxsize=64)
 def balance(documents: Sequence[int], ranks: int, length: int) -> tuple[tuple[tuple[int, int], ...], ...] | None:
-    """For each rank (start, stop) of its positions, `length` in all; None if zig-zag chunks are balanced.
+    """Return for each rank (start, stop) of its positions, `length` in all; None if zig-zag chunks are balanced.
 
     documents: where each begins, then the sequence's length. The same on all ranks: integers alone.
     """
@@ -73,7 +73,7 @@ def balance(documents: Sequence[int], ranks: int, length: int) -> tuple[tuple[tu
 
 
 def _find_arc(circle: _Circle, ranks: int, length: int, allowed: float) -> int:
-    """Where an arc of `length` places begins with 1 / ranks of the circle's scores, at most `allowed` more or less."""
+    """Find an arc of `length` places with 1 / ranks of the circle's scores, at most `allowed` more or less."""
     total = ranks * length
     begins = circle.counts.cumsum(0) - circle.counts
     even = torch.arange(0, total, max(1, length // _CANDIDATES), device="cpu")
@@ -88,7 +88,7 @@ def _find_arc(circle: _Circle, ranks: int, length: int, allowed: float) -> int:
 
 
 def _list_ranges(pieces: _Circle) -> tuple[tuple[int, int], ...]:
-    """Where the pieces begin and end in the sequence, in its order; those that touch are one."""
+    """List the pieces' (start, stop) in the sequence, in its order; those that touch are one."""
     starts, order = pieces.starts.sort()
     stops = starts + pieces.counts[order]
     begins = torch.cat((starts[:1] >= 0, starts[1:] != stops[:-1]))

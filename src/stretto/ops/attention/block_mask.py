@@ -69,7 +69,7 @@ def _read(mask: BlockMask) -> MaskOptions:
 
 
 def _bounds(positions: Tensor, starts: Tensor, causal: bool, window: int | None) -> tuple[Tensor, Tensor]:
-    """Of each position the first key that it sees, and the first after these that it does not see."""
+    """Return for each position the first key that it sees, and the first after these that it does not see."""
     document = torch.searchsorted(starts, positions, right=True) - 1
     first, end = starts[document], positions + 1 if causal else starts[document + 1]
     return first if window is None else torch.maximum(first, positions - window + 1), end

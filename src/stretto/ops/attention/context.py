@@ -233,8 +233,8 @@ def packed_attention(
 
 @torch.compiler.disable
 def find_starts(places: Tensor) -> Tensor:
-    """Where documents begin in packed rows, one row after another, and the end of the last: int32 [documents + 1] on
-    the CPU. places: of tokens in their documents, [rows, seq]; every row begins one."""
+    """Find where documents begin in packed rows, row after row, and the end of the last: int32 [documents + 1] on the
+    CPU. places: of tokens in their documents, [rows, seq]; every row begins one."""
     firsts = (places == 0).cpu()
     firsts[:, 0] = True
     return torch.nn.functional.pad(firsts.view(-1).nonzero().flatten(), (0, 1), value=places.numel()).int()

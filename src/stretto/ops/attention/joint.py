@@ -111,7 +111,7 @@ def find_gather(schedule: str, ranks: int, length: int, layout: str, mask: Mask 
 
 
 def find_lasting(mask: Mask, layout: str) -> Mask | None:
-    """What is masked in every batch; None where documents decide who has which positions."""
+    """Return what is masked in every batch; None where documents decide who has which positions."""
     return None if layout == "balanced" and mask.documents is not None else mask._replace(documents=None)
 
 

@@ -181,7 +181,7 @@ class _Cudnn(_Kernel):
 
 
 class _Flash(_Kernel):
-    """Also for runs of several blocks, by its form for sequences of different lengths, row by row of the batch."""
+    """Flash attention, which takes several blocks by its form for sequences of different lengths, a row at a time."""
 
     @staticmethod
     def takes(q: Tensor, k: Tensor, v: Tensor, block: Block) -> bool:
@@ -234,7 +234,7 @@ class _Flash(_Kernel):
 
     @staticmethod
     def _lengths(device: torch.device, blocks: Sequence[Block]) -> tuple[Tensor | None, Tensor | None, int, int]:
-        """Where the sequences of q and k begin, and their longest."""
+        """Find where the sequences of q and k begin, and their longest."""
         queries, keys = ([part.stop - part.start for part in parts] for parts in list(zip(*blocks, strict=True))[:2])
         if len(blocks) == 1:
             return None, None, queries[0], keys[0]
@@ -243,7 +243,7 @@ class _Flash(_Kernel):
 
 @lru_cache(maxsize=64)
 def _add_up(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Where each begins, and the last one ends: int32. Kept, since a CUDA graph cannot make it."""
+    """Add up where each begins, and the last one ends: int32. Kept, since a CUDA graph cannot make it."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 

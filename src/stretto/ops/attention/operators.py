@@ -120,7 +120,7 @@ _Travelling = tuple[Tensor, list[tuple[int, int]]]
 
 
 def _count_pieces(heads: int, kv_heads: int) -> tuple[int, int]:
-    """In how many parts a rank's heads travel and attend, and in how many those of k and v."""
+    """Choose in how many parts a rank's heads travel and attend, and in how many those of k and v."""
     pieces = 2 if heads % 2 == 0 and (kv_heads == 1 or kv_heads % 2 == 0) else 1
     return pieces, 1 if kv_heads == 1 else pieces
 

@@ -75,7 +75,7 @@ class Plan(NamedTuple):
 
 
 class ContextWork(NamedTuple):
-    """Of each rank: its scores, those of them with own keys, and the rows of keys that it sends and receives.
+    """Work by rank: scores, those of them with own keys, and the rows of keys that a rank sends and receives.
     largest_step: the most rows that one rank sends another."""
 
     scores: tuple[int, ...]

@@ -22,7 +22,7 @@ from stretto.quantities import to_whole
 from stretto.tiles import INTERPRETED
 
 MAX_SIZE = 256
-"""Of a head: a program keeps its queries' results in registers."""
+"""The largest size of a head: a program keeps its queries' results in registers."""
 
 FLASH_PAGE = 256
 """flash-attn's pages are multiples of it."""
@@ -99,7 +99,7 @@ def _run(
 
 
 def find_obstacle(call: PagedCall) -> str:
-    """Why the kernels cannot run this call; "" if they can."""
+    """Say why the kernels cannot run this call; "" if they can."""
     if call.q.device.type == "cpu" and not INTERPRETED.value:
         return "on CPUs kernels are interpreted, which takes TRITON_INTERPRET=1 before anything imports triton"
     if call.q.shape[2] > MAX_SIZE:
@@ -114,7 +114,7 @@ def find_obstacle(call: PagedCall) -> str:
 
 
 def _attend_by_library(call: PagedCall) -> Tensor:
-    """By flash-attn, where it is installed and takes the call, else by torch."""
+    """Attend by flash-attn, where it is installed and takes the call, else by torch."""
     if call.is_invariant:
         return attend_to_splits(call)
     if call.offsets is not None or not call.q.is_cuda or call.q.dtype == torch.float32:

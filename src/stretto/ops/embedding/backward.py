@@ -88,7 +88,7 @@ class LookupInput(NamedTuple):
 
 
 class TableBlock(NamedTuple):
-    """Where a rank's table begins in the whole table `number`: random bits of its numbers are of their whole table."""
+    """The first row and column of a rank's part of table `number`: its random bits are those of the whole table."""
 
     number: int
     row: int = 0
@@ -207,9 +207,8 @@ class _Staging(NamedTuple):
             columns = tuple((column,) for column in itertools.accumulate(placement.widths, initial=0))
             return cls(
                 channel,
-                channel.tensor(
-                    (placement.batch, widest), placement.dtype
-                ),  # an empty tensor, as own may be, has no address
+                # Never empty, as own may be: an empty tensor has no address.
+                channel.tensor((placement.batch, widest), placement.dtype),
                 channel.tensor((placement.batch, own), placement.dtype),
                 cache_on_device(columns, device),
                 IndexErrors(placement.rank, device),
@@ -331,7 +330,7 @@ def sort_ahead(
 
 
 def _find_sort_errors(group: str, device: torch.device, placement: EmbeddingPlacement) -> IndexErrors:
-    """Where errors of a sort go, which nobody reads."""
+    """Return where a sort reports errors, which nobody reads."""
     return find_known(group, device, ("embedding sort", placement), lambda: IndexErrors(placement.rank, device))
 
 

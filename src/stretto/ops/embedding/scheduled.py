@@ -43,7 +43,7 @@ _TILE_BYTES, _TILE_ROWS, _BLOCK = 65536, 64, 1024  # as of the experts' exchange
 
 
 class ScheduledMoves(NamedTuple):
-    """What all calls of a placement by one schedule share.
+    """Holds what all calls of a placement by one schedule share.
 
     table: int32 [source, target, 2], of which the first number says how many rows of `columns` numbers each rank has
     for each other one; gradients return as many. tile: rows and numbers that a program moves at once. landed: this
@@ -111,7 +111,7 @@ class ScheduledMoves(NamedTuple):
         )  # fmt: skip
 
     def find_own(self, placement: EmbeddingPlacement) -> Tensor:
-        """Where the vectors lie that this rank pools for itself."""
+        """Find the vectors that this rank pools for itself."""
         first = placement.local_batch * placement.first_column(placement.rank)
         return self.landed.rows.view(-1)[first : first + placement.local_batch * placement.widths[placement.rank]]
 

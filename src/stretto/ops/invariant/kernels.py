@@ -166,7 +166,7 @@ def multiply_leaves(
 
 
 def _multiply_wide(config: GroupedConfig, x: Tensor, weight: Tensor) -> Tensor:
-    """By the kernel of grouped products, of one group: of the same order of additions, and faster."""
+    """Multiply by the kernel of grouped products, as one group: the same order of additions, and faster."""
     offsets = torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device)
     return multiply(config, x, weight[None], offsets)
 

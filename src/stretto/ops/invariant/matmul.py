@@ -158,7 +158,7 @@ def _run(
 
 
 _FORMS = {"all_reduce": "push", "reduce_scatter": "scatter"}
-"""How tiles of each form are sent as packets."""
+"""The form in which each operator's tiles are sent as packets."""
 
 
 def goes_by_packets(name: str, m: int, n: int, group: str, device: torch.device, implementation: str) -> bool:

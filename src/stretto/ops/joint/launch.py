@@ -352,7 +352,7 @@ def find_put_channel(group: str, device: torch.device, movers: int) -> tiles.Put
 
 
 class Landing(NamedTuple):
-    """Where a call's moves land: `offset` bytes into every rank's buffer, in a slot of its own, if there are two.
+    """The memory where a call's moves land: `offset` bytes into each rank's buffer, in a slot of it, if there are two.
 
     counters: int32 on this device, 0 between calls.
     """

@@ -38,7 +38,7 @@ BETWEEN_NODES = {
 
 _schedules: dict[str, Schedule] = {}
 _names: dict[tuple[str, int, int], tuple[Schedule, str]] = {}
-"""By operator, ranks, and the id of a schedule that is right for them, which lives as long as it is here."""
+"""By operator, ranks, and a schedule's id: a schedule that is right for them, which lives as long as it is here."""
 _MAX_NAMES = 1024  # of schedules that may be compiled anew for each call
 
 

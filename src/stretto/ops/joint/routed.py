@@ -461,7 +461,7 @@ def make_tables(
         return [(near.index(sender), at, at + 1) for at in range(number * of_message, (number + 1) * of_message)]
 
     def signal(receiver: int, number: int) -> list[tuple[int, int, int]]:
-        """As `span`, at the receiver; at a rank of another node none."""
+        """List as `span`, at the receiver; at a rank of another node none."""
         return span(receiver, number) if receiver in near else [(0, 0, 0)] * of_message
 
     def give(sender: int) -> int:
@@ -537,10 +537,9 @@ def make_tables(
     if made is not None:
         spans = made.find_channels(pieces * of_piece, pieces * of_piece if is_whole else each)
         for target in (each for each in range(world) if each != rank):
+            at = begin + target * of_rank
             for first, last in spans:
-                counts[:, near.index(rank), begin + target * of_rank + first : begin + target * of_rank + last] += (
-                    made.signals
-                )
+                counts[:, near.index(rank), at + first : at + last] += made.signals
         places = range(begin, begin + world * of_rank)
         signals = look_up([(near.index(rank), at, at + 1)] for at in places)
         made_signals = MadeSignals(signals, MadeChannels(table(chain.from_iterable(spans)), of_rank))

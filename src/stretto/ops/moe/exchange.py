@@ -27,7 +27,7 @@ from stretto.ops.moe.routes import CollectiveWrapper, Route, call
 from stretto.ops.operands import takes_tensors
 
 Reduce = Literal["rank", "choice"]
-"""Where a token's rows are summed: by each of its experts' ranks first, or by its own, in the order of its choices."""
+"""The ranks that sum a token's rows: each of its experts' ranks first, or its own, in the order of its choices."""
 
 
 @dataclass(frozen=True)

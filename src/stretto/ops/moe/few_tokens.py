@@ -255,7 +255,7 @@ def _round(x: Tensor, payload: torch.dtype | None) -> Tensor:
 
 
 def _find_obstacle(x: Tensor, num_experts: int, world: int, payload: torch.dtype | None) -> str:
-    """Why no kernel can send these rows; empty if one can."""
+    """Say why no kernel can send these rows; empty if one can."""
     columns, size = x.shape[1], x.element_size() if payload is None else 1
     if x.dtype not in DTYPES:
         return f"it takes {', '.join(map(str, DTYPES))}, not {x.dtype}"

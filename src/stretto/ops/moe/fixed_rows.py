@@ -123,7 +123,7 @@ def _scatter(sums: Tensor, group: dist.ProcessGroup, wrap_collective: Collective
 
 
 class _Record:
-    """For each rank of a group, the most rows that it needed in a call whose limit was lower, and that limit.
+    """Records for each rank of a group the most rows that it needed in a call whose limit was lower, and that limit.
 
     state: int64 [2, ranks], on the device. A kernel may update it, before `publish`.
     """

@@ -91,7 +91,7 @@ class KernelRoute(Route):
     def start_back(
         self, places: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
     ) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
+        """Begin `give_back`; returns the function that ends it. Nothing else is called on the group before.
 
         programs: of the kernel that pushes, at most.
         """
@@ -100,7 +100,7 @@ class KernelRoute(Route):
     def start_sum_back(
         self, rows: Tensor, wrap_collective: CollectiveWrapper, programs: int | None = None
     ) -> Callable[[], Tensor]:
-        """As `sum_back` without weights, in the manner of `start_back`.
+        """Begin `sum_back` without weights, in the manner of `start_back`.
 
         programs: of a kernel that runs beside what follows; None for all multiprocessors, before it.
         """

@@ -111,7 +111,7 @@ class Places:
         return spread_tokens(tokens, index.positions, None, is_here, len(index.slots), needed, rows)
 
     def begin(self, tokens: Tensor, columns: int, *, is_ahead: bool) -> tuple[Callable[[], Tensor], Arrivals | None]:
-        """As `start`, with a function that returns the rows; nothing may overwrite the tokens before it is called.
+        """Begin as `start`; returns a function that returns the rows, before which nothing may overwrite the tokens.
 
         is_ahead: the caller does something else before, so that it pays to use a side stream for any exchange.
         """
@@ -143,7 +143,7 @@ class Places:
 
     @property
     def room_of_sums(self) -> int:
-        """As `room`, for `start_product_back`; 0 if it sums and sends before anything else.
+        """The `room` of `start_product_back`; 0 if it sums and sends before anything else.
 
         All multiprocessors sum some eleven rows in the time in which NVLink takes one (H200: 4 TB/s, 350 GB/s). Where
         they need about as long as the links do, nothing is gained by leaving a product a sixth of them fewer.
@@ -156,7 +156,7 @@ class Places:
         return self.room if leaving * _SUMMED_ROWS > len(index.slots) else 0
 
     def start_back(self, rows: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
-        """As `give_back`, by a function that ends what begins now; nothing else is called on the group before.
+        """Begin `give_back`; returns the function that ends it. Nothing else is called on the group before.
 
         is_ahead: the caller does more than a product before, so that it pays to use a side stream for any exchange.
         """
@@ -239,7 +239,7 @@ class ColumnPlaces(Places):
     group: str
 
     def start(self, tokens: Tensor, columns: int = 0, *, keeps: bool = True) -> tuple[Tensor, Arrivals | None]:
-        """As of `Places`, by copy engines where a kernel multiplies tokens as they arrive."""
+        """Begin as `Places` does, by copy engines where a kernel multiplies tokens as they arrive."""
         columns //= find_group(self.group).size()
         shape = torch.Size((len(self.index.offsets) - 1, columns, tokens.shape[1]))
 
@@ -262,7 +262,7 @@ class ColumnPlaces(Places):
         return self._wrap_push("all_gather", push, found, keeps)
 
     def start_product_back(self, rows: Tensor, weight: Tensor, *, is_ahead: bool = False) -> Callable[[], Tensor]:
-        """As of `Places`; where a kernel has multiplied, all is done."""
+        """Begin as `Places` does; where a kernel has multiplied, all is done."""
         found = self._multiply_leaving(lambda: rows, weight, None)
         return super().start_product_back(rows, weight, is_ahead=is_ahead) if found is None else lambda: found
 
@@ -273,7 +273,7 @@ class ColumnPlaces(Places):
         weights: Tensor,
         wrap_product: CollectiveWrapper | None = None,
     ) -> Tensor:
-        """As of `Places`, by one kernel where it is chosen."""
+        """Multiply as `Places` does, by one kernel where it is chosen."""
         found = self._multiply_leaving(activate, weight, weights)
         return super().multiply_and_give_back(activate, weight, weights, wrap_product) if found is None else found
 

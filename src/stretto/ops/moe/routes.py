@@ -168,7 +168,7 @@ class RowExchange:
 
 @dataclass(frozen=True)
 class ExactRoute(Route):
-    """As many rows as there are.
+    """The route of a call without a limit: it has as many rows as there are.
 
     of_pairs, of_choices: the exchanges of a row for each of them. choice_totals: choices of the tokens that each rank
     of gather_group receives.

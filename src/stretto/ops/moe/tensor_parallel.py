@@ -217,7 +217,7 @@ def choose_implementation(
     *options: object,
     is_transposed: bool,
 ) -> str:
-    """What "auto" is for a call, on all ranks alike: "library", or a configuration as text. Counts the call.
+    """Find what "auto" is for a call, on all ranks alike: "library", or a configuration as text. Counts the call.
 
     like: of the operands' dtype and device. weight: [e, f, h] of all experts here. positions: [ranks * t, k], of the
     routing. run: computes the call, to time it.
@@ -237,7 +237,7 @@ def describe_product(
 
 
 def _find_obstacle(implementation: str, group: str, device: torch.device) -> str:
-    """Why the group's ranks can run no kernels that were asked for, "" if they can."""
+    """Say why the group's ranks cannot run kernels that were asked for, "" if they can."""
     obstacle = ""
     if implementation not in ("auto", "library") and find_group(group).size() > 1:
         obstacle = find_agreed(group, device).obstacle

@@ -216,7 +216,7 @@ def launch_sums(
 def find_packets_obstacle(
     group: str, device: torch.device, rows: int, columns: int, wire: torch.dtype, implementation: str
 ) -> str:
-    """Why sums over a group do not travel as packets; "" if they do. With implementation="kernel" any rows do."""
+    """Say why sums over a group do not travel as packets; "" if they do. With implementation="kernel" any rows do."""
     if obstacle := find_agreed(group, device).obstacle:
         return obstacle
     if columns > MAX_COLUMNS:
@@ -232,7 +232,7 @@ def count_rows_at_a_time(columns: int, wire: torch.dtype, world: int) -> int:
 
 
 def add_in_parts(run: Callable[[slice], tuple[Tensor, Tensor]], rows: int, step: int) -> tuple[Tensor, Tensor]:
-    """What `run` returns of all rows, of which it takes `step` at a time."""
+    """Call `run` for `step` rows at a time, and join what it returns."""
     parts = [run(slice(first, first + step)) for first in range(0, rows, step)]
     if len(parts) == 1:
         return parts[0]

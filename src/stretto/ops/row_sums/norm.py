@@ -108,7 +108,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """By torch's derivatives of the norm that is not exact, which have some if `create_graph=True` asks for them."""
+    """Differentiate by torch's norm, which is not exact; with `create_graph=True` its derivatives have derivatives."""
     eps, norm, offset = ctx.norm
     is_again = torch.is_grad_enabled()
     # Views: x may have been computed of this very weight, and what goes that way is not of this call.

@@ -80,7 +80,7 @@ class SparseIndex(ABC):
 
     @abstractmethod
     def _places(self, first: int, last: int) -> "slice | Tensor":
-        """Where they are, for torch."""
+        """Return their places, as torch indexes by them."""
 
     def _compress(self, dense: Tensor, out: Tensor, first: int, last: int, adds: bool) -> None:
         values = dense[self._places(first, last)]
@@ -94,7 +94,7 @@ class SparseIndex(ABC):
 
 
 class FullIndex(SparseIndex):
-    """Of a tensor that is not pruned: all of its numbers are left."""
+    """The index of a tensor that is not pruned: all of its numbers are left."""
 
     def __init__(self, size: int) -> None:
         self.size = self.count = size
@@ -275,7 +275,7 @@ class BitmapTable:
             kernels.launch_expand(left, self._bits, self._prefix, self._like, part, flags, tensors=self._written)
 
     def _address(self, number: int, dense: Tensor) -> int:
-        """Where block 0 would be, if the tensor's blocks followed it."""
+        """Return the address at which block 0 would be, if the tensor's blocks followed it."""
         return dense.data_ptr() - self._first_blocks[number] * _BLOCK * dense.itemsize
 
     def _find_parts(self, first: int, last: int) -> "list[kernels.LeftRange]":
@@ -304,7 +304,7 @@ class BitmapTable:
 
 
 def _count_bits(packed: Tensor) -> Tensor:
-    """How many bits of each byte are 1, uint8."""
+    """Count the bits of each byte that are 1, uint8."""
     pairs = packed - ((packed >> 1) & 0x55)
     fours = (pairs & 0x33) + ((pairs >> 2) & 0x33)
     return (fours + (fours >> 4)) & 0x0F

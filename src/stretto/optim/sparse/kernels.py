@@ -33,7 +33,7 @@ ABSENT = 1 << 62
 
 
 class LeftRange(NamedTuple):
-    """Which of the numbers that are left take part: `first` to `last`, in dense blocks from `first_block` on.
+    """The numbers that are left which take part: `first` to `last`, in dense blocks from `first_block` on.
 
     is_part: False if they are all of these blocks' numbers, so that no rank need be compared. first_tensor,
     last_tensor: where several are taken, those that have these blocks.

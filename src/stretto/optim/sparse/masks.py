@@ -18,7 +18,7 @@ from stretto.quantities import require_whole
 
 @dataclass(frozen=True)
 class WeightMask:
-    """Which numbers of a tensor of `shape` are left: `bits`, uint8, eight numbers a byte, the lowest bit first."""
+    """Marks the numbers of a tensor of `shape` that are left: `bits`, uint8, eight numbers a byte, lowest bit first."""
 
     bits: Tensor
     shape: torch.Size
@@ -54,7 +54,7 @@ class Masks:
 
 
 def count_left(size: int, sparsity: float) -> int:
-    """How many of `size` numbers a sparsity leaves, rounded to the nearest."""
+    """Count the numbers, of `size`, that a sparsity leaves: rounded to the nearest."""
     return size - round(size * sparsity)
 
 
@@ -127,10 +127,8 @@ class EarlyBird:
         Fewer than `window` - 1 of them say that it is too early. Raises ValueError for masks of another model or
         sparsity than the earlier ones.
         """
-        if self._drawn and (self._drawn[0].sparsity, self._drawn[0].masks.keys()) != (
-            drawn.sparsity,
-            drawn.masks.keys(),
-        ):
+        first = self._drawn[0] if self._drawn else drawn
+        if first.sparsity != drawn.sparsity or first.masks.keys() != drawn.masks.keys():
             raise ValueError("this EarlyBird has seen masks of another model or sparsity: use a new EarlyBird()")
         counts = [
             {name: int((mask.unpacked() != earlier.masks[name].unpacked()).sum()) for name, mask in drawn.masks.items()}

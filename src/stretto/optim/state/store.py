@@ -46,7 +46,7 @@ class Communicator(Protocol):
 
 
 class StepOrder(Enum):
-    """When a bucket is updated."""
+    """The time at which a bucket is updated."""
 
     CHUNK_BY_CHUNK = "as soon as its chunk's gradients are summed"
     AFTER_NORM = "after the norm of all gradients is known"

@@ -133,7 +133,7 @@ class _Waiter:
     _waits: "queue.SimpleQueue[tuple[AnyWork, threading.Event] | None] | None" = None
 
     def forget(self) -> None:
-        """In a forked process, which has no threads."""
+        """Clear, in a forked process, what belongs to threads that it does not have."""
         self._waits = None
 
     def wait_for(self, work: "AnyWork") -> threading.Event:

@@ -43,7 +43,7 @@ CAST_AT_ONCE = 8
 
 @dataclass
 class _Place:
-    """Where a weight is gathered: the whole of it, this rank's part, and that part's place at each other rank.
+    """The memory into which a weight is gathered: all of it, this rank's part, and where that is at each other rank.
 
     version: of the shard that the last pass copied, None once an optimizer has written `own` since. scale: of it, in
     fp8. is_left: this pass has yet to copy it. awaited_on: the streams that have waited for this pass's rows. copy: of
@@ -304,7 +304,7 @@ class CopyEngineAllGather:
         self._channel = None
 
     def _describe(self) -> list[Any]:
-        """Of each weight its key, rows, and this rank's shape and dtype."""
+        """Describe each weight: its key, rows, and this rank's shape and dtype."""
         shards = {key: local(weight.parameter) for key, weight in self._weights.items()}
         return [
             (key, weight.rows, tuple(shards[key].shape), weight.sent_dtype or shards[key].dtype)

@@ -141,7 +141,7 @@ class CopyEngineReduceScatter:
         return _align(-(-rows // self.group.size()) * math.prod(others) * element)
 
     def _find_place(self, size: int) -> int:
-        """Where the next part begins in the ring: after the last one, or at the beginning."""
+        """Find where the next part begins in the ring: after the last one, or at the beginning."""
         end = self._pieces[-1][1] if self._pieces else 0
         return end if end + size <= self._ring else 0
 

@@ -33,13 +33,13 @@ class GradientSink(Protocol):
         """Take a part of a gradient: this rank's shard of it, which is summed over z and no other axis."""
 
     def complete(self, parameter: nn.Parameter) -> None:
-        """In this step, no further part of the parameter's gradient is expected. Called in one order on all ranks."""
+        """Take note that a parameter's gradient gets no further part in this step. Called in one order on all ranks."""
 
     def end_pass(self) -> None:
-        """A backward pass has ended."""
+        """Take note that a backward pass has ended."""
 
     def finish(self) -> None:
-        """It was the last one of the step."""
+        """Take note that it was the last one of the step."""
 
 
 class GradientListener(Protocol):

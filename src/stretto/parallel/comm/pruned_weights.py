@@ -52,7 +52,7 @@ class _ExpandedPending(Pending):
 
 
 class PrunedWeight:
-    """What this rank has of a pruned weight that z shards: `values` [share], of which `count` are not padding.
+    """This rank's share of a pruned weight that z shards: `values` [share], of which `count` are not padding.
 
     whole: index of the whole rows [rows, ...], which come first: of a weight whose `dim` 1 z cuts, of the transposed
     one. own: index of this rank's rows. group: over which they are sharded. values: any tensor of the dtype and device.
@@ -97,7 +97,7 @@ class PrunedWeight:
         return start_scatter_rows(sent, self.count, self.group, factor, levels)
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """What is left of this rank's rows, of the ranks' shares `values` [count]. Collective."""
+        """Gather what is left of this rank's rows, of the ranks' shares `values` [count]. Collective."""
         return all_to_all(
             values.new_empty(self.own.count), values.contiguous(), self._receives, self._sends, self.group
         )

@@ -81,12 +81,12 @@ def cut_part(whole: Tensor, ranks: int, rank: int, layout: Layout, dim: int) -> 
 
 
 def list_documents(documents: Tensor, rows: int, length: int) -> list[tuple[int, ...]]:
-    """Where the documents of each row begin, and its length. documents: of all rows, one after another."""
+    """Find where the documents of each row begin, and its length. documents: of all rows, one after another."""
     return [tuple(documents_of_row(documents.cpu(), row, length).tolist()) for row in range(rows)]
 
 
 def documents_of_row(documents: Tensor, row: int, length: int) -> Tensor:
-    """Where the documents of one row of such a length begin, and its length."""
+    """Find where the documents of one row of such a length begin, and its length."""
     return documents[(documents >= row * length) & (documents <= (row + 1) * length)] - row * length
 
 

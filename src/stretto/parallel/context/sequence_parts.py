@@ -242,7 +242,7 @@ class SequenceParts:
         return _SequenceBatch(name, layout, documents, begins)
 
     def _cut_documents(self, model: nn.Module, begins: Tensor) -> Tensor:
-        """For linear attention, where the documents of this rank's tokens begin."""
+        """Find, for linear attention, where the documents of this rank's tokens begin."""
         if self._missing_packages:
             raise ValueError(
                 f"{type(model).__name__} is given rows of several documents, which its linear attention keeps apart by "

@@ -107,7 +107,7 @@ class ExpertsPlan:
     is_first_of_x: bool
 
     def kept_of_output(self) -> str | None:
-        """As what recomputation keeps the first thing that `combine` sends; None if it needs the rows themselves."""
+        """The name by which recomputation keeps what `combine` sends first; None if it needs the rows themselves."""
         if self.reduce == "rank":
             return None
         if self.group is not None:

@@ -73,7 +73,7 @@ class ExpertProduct:
 
     @property
     def placement(self) -> ReplicaPlacement | None:
-        """Of replicas, in this step."""
+        """The replicas' placement in this step."""
         return None if self.replicas is None else self.replicas.placement
 
     def orient(self, parameter: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class ExpertProduct:
     # What `stretto.parallel.fp8` does in another way, with weights as `gather` makes them.
 
     def pack(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """What is saved of a weight for the backward pass: its numbers and scales."""
+        """Pack what is saved of a weight for the backward pass: its numbers and scales."""
         return weight if self.keeps_weights else None, None
 
     def unpack(self, weight: Tensor, scale: Tensor | None) -> Tensor:

@@ -30,7 +30,7 @@ from stretto.ops.fp8_casts import (
 from stretto.ops.operator import define_operator
 from stretto.parallel.comm.collectives import all_reduce, collective, start_all_reduce
 from stretto.parallel.comm.weight_gathering import GatheredWeight
-from stretto.parallel.layers.linear import LinearPlan, ShardedTokens
+from stretto.parallel.layers.linear_plan import LinearPlan, ShardedTokens
 
 COMPUTE = torch.bfloat16  # what is not in fp8; outputs and gradients
 
@@ -197,7 +197,7 @@ class Fp8Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix."""
+        """The matrix's shape."""
         out, inputs = self.weight.data.shape
         return (out, inputs) if self.is_flipped else (inputs, out)
 

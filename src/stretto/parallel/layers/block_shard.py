@@ -197,15 +197,15 @@ class BlockShard:
         self._kept: list[_KeptRows] = []
         for parameter in parameters:
             gradients.sharded[parameter] = self._to_gather(parameter)
-        self._fill_messages()
+        self.fill_messages()
 
     def _to_gather(self, parameter: nn.Parameter) -> WeightToGather:
         rows, dtype = layout_of(parameter).shape[0], self.precision.sent(parameter.dtype)
         return WeightToGather(parameter, rows, dtype, self.group)
 
-    def _fill_messages(self) -> None:
+    def fill_messages(self) -> None:
         """Choose which parameters messages hold, and which are gathered one by one: large ones by copy engines, and
-        pruned ones, of which a message carries what is left."""
+        pruned ones, of which a message carries what is left. Called again once parameters have been pruned."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(self.parameters[: self._sharded]):
             if isinstance(parameter, TensorOnGrid) and parameter.pruned is not None:
@@ -221,10 +221,6 @@ class BlockShard:
             self.gatherer.register(weight, weight, may_keep=True)
         for weight in self._pruned.values():
             self.gatherer.register(weight, weight, may_keep=False)
-
-    def send_pruned(self) -> None:
-        """Send what is left of parameters that have been pruned, from now on."""
-        self._fill_messages()
 
     def _make_messages(
         self, groups: Iterable[Sequence[int]], copies: bool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class ParameterPlace(NamedTuple):
-    """Where a module holds a parameter: `owner._parameters[key]`. number: of the tensor that stands there."""
+    """The place where a module holds a parameter: `owner._parameters[key]`. number: of the tensor that stands there."""
 
     owner: nn.Module
     key: str

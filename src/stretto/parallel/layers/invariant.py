@@ -251,7 +251,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _make_mask(query: torch.Size, key: torch.Size, window: int | None, documents: Tensor | None) -> Tensor | None:
-    """What each query sees, bool [rows or 1, 1, queries, keys]; None for plain causal attention."""
+    """Make the mask of what each query sees, bool [rows or 1, 1, queries, keys]; None for plain causal attention."""
     new, whole = query[2], key[2]
     if window is None and documents is None and new == whole:
         return None

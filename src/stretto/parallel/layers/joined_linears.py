@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from stretto.parallel.comm.autograd import is_asked_for, once_differentiable
 from stretto.parallel.comm.graph_functions import GraphCode
-from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.linear_plan import LinearPlan
 from stretto.parallel.layers.sharded_module import note_features
 from stretto.parallel.layers.token_shards import GatheredInput, TokenShards, TokenStandIn
 from stretto.parallel.layout import writes_of
@@ -97,7 +98,7 @@ def _join(plans: Sequence[LinearPlan], weights: Sequence[Tensor], dtype: torch.d
 
 
 class _OneProduct(torch.autograd.Function):
-    """As `_Linear3D`, of several parameters, whose biases are put together."""
+    """Multiplies as `_Linear3D`, by several parameters, whose biases are put together."""
 
     @staticmethod
     def forward(

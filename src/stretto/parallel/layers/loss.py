@@ -18,7 +18,8 @@ from stretto.parallel.comm.collectives import all_reduce
 from stretto.parallel.comm.gradient_norm import scale_by, scale_gradients
 from stretto.parallel.grid import Grid
 from stretto.parallel.layers.embedding import check_ids
-from stretto.parallel.layers.linear import LinearPlan, ParallelLinear
+from stretto.parallel.layers.linear import ParallelLinear
+from stretto.parallel.layers.linear_plan import LinearPlan
 from stretto.parallel.layers.norm import statistics_dtype
 from stretto.parallel.layers.sharded_module import gather_features
 from stretto.suggestions import require_type

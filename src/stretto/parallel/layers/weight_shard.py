@@ -149,12 +149,12 @@ class WeightShard:
         return self.gradients.take if self.is_sent(parameter) else self.gradients.take_final
 
     def gradient_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """In which dtype to compute the whole rows' gradient: the parameter's own if it stays here."""
+        """The dtype in which to compute the whole rows' gradient: the parameter's own if it stays here."""
         return self.precision.wire(parameter) if self.is_sent(parameter) else parameter.dtype
 
     def own_form(self, parameter: nn.Parameter, computed: torch.dtype) -> tuple[torch.dtype, float]:
-        """In which dtype, and times what, a product of operands of this dtype makes a gradient that the reducer takes,
-        of a weight that this rank has all of: no pass of its own casts or scales it."""
+        """The (dtype, factor) in which a product of operands of dtype `computed` makes the gradient of a weight that is
+        whole here: the reducer takes it so, and no pass of its own casts or scales it."""
         wants_fp32 = self.gradient_dtype(parameter) == torch.float32 and computed.itemsize == 2
         return torch.float32 if wants_fp32 else computed, self.gradients.scale_over_z(parameter)
 

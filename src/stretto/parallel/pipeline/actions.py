@@ -24,7 +24,7 @@ from stretto.parallel.pipeline.stages import ModelStages, StagePass
 from stretto.schedules import Action, MessageDrivenPolicy, PipelineOperation, PipelineSchedule, ServeFirst
 
 WAIT_MARK = "stretto waited "
-"""In a trace, the name of what marks the end of a wait: the seconds before the message was sent, and those after."""
+"""The name, in a trace, of what marks the end of a wait: the seconds before the message was sent, and those after."""
 MIN_MARKED = 5e-5
 """Waits of fewer seconds are not marked."""
 

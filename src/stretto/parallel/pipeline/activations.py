@@ -20,7 +20,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 from stretto.memory.plain_data import pack, unpack
 
 MAX_NUMBERS = 1 << 36
-"""Of a stand-in, at most: a damaged description must not allocate a machine's memory."""
+"""The most bytes of a stand-in: a damaged description must not allocate a machine's memory."""
 _PACKED = tuple[list[Any], list[tuple[int | str, list[int]]]]
 
 
@@ -49,7 +49,7 @@ class OutputLayouts:
         self.calls.setdefault(module, []).append(noted)
 
     def packed(self) -> Tensor:
-        """As bytes, uint8 [any]. ValueError for an output of a class that a receiver could not find."""
+        """Write it as bytes, uint8 [any]. ValueError for an output of a class that a receiver could not find."""
         outputs = {id(noted): noted for of_module in self.calls.values() for noted in of_module}
         numbers = {identity: number for number, identity in enumerate(outputs)}
         calls = [(module, [numbers[id(noted)] for noted in of_module]) for module, of_module in self.calls.items()]
@@ -57,7 +57,7 @@ class OutputLayouts:
 
     @classmethod
     def unpacked(cls, packed: Tensor) -> "OutputLayouts":
-        """Of `packed`. ValueError for anything else."""
+        """Read what `packed` has written. ValueError for anything else."""
         plain, calls = unpack(packed, _PACKED)
         outputs = dict(enumerate(map(_from_plain, plain)))
         try:

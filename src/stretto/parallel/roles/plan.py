@@ -158,19 +158,19 @@ class ShardingPlan:
         return tuple(part for part in self.plain if part.role.role not in ("inner_parameter", "router"))
 
     def within(self, prefix: str) -> "ShardingPlan":
-        """The same for a model within another one: all names with what is before them there."""
+        """Return the plan for a model that holds this one: `prefix` goes before all names."""
         parts = [
             replace(part, whose=prefix + part.whose, parameters=tuple(prefix + name for name in part.parameters))
             for part in self.plain
         ]
-        named: dict[str, Any] = {
-            each.name: {prefix + name: value for name, value in found.items()}
-            if isinstance(found := getattr(self, each.name), dict)
-            else type(found)(prefix + name for name in found)
-            for each in fields(self)
-            if each.name not in ("plain", "is_pretrained")
-        }
-        return replace(self, plain=tuple(parts), **named)
+
+        def rename(names: Any) -> Any:
+            if isinstance(names, dict):
+                return {prefix + name: value for name, value in names.items()}
+            return type(names)(prefix + name for name in names)
+
+        of_names = [each.name for each in fields(self) if each.name not in ("plain", "is_pretrained")]
+        return replace(self, plain=tuple(parts), **{name: rename(getattr(self, name)) for name in of_names})
 
     def named(self, *kinds: str) -> list[str]:
         return [name for name, role in self.roles.items() if role.role in kinds]

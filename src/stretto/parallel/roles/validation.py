@@ -203,8 +203,8 @@ def _check_module(name: str, module: nn.Module, plan: ShardingPlan, sizes: GridS
 
 
 def check_experts(model: nn.Module, name: str, sizes: GridSizes) -> ExpertsKind:
-    """What experts compute. Raises ValueError for a module without their interface, and for sizes that the grid does
-    not divide."""
+    """Find what experts compute. Raises ValueError for a module without their interface, and for sizes that the grid
+    does not divide."""
     around = model.get_submodule(name.rpartition(".")[0])
     if (adapted := getattr(around, "parameter_name", None)) in model.get_submodule(name)._parameters:
         raise ValueError(

@@ -79,7 +79,7 @@ def _without_experts(grid: GridSizes) -> tuple[int, ...]:
 
 
 def best_of_each_grid(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of each grid, the best way to divide experts."""
+    """Choose for each grid the best way to divide experts."""
     best: dict[tuple[int, ...], Candidate] = {}
     for candidate in candidates:
         of_grid = _without_experts(candidate.config.grid)

@@ -59,7 +59,7 @@ def count_live(schedule: ScheduleChoice, pipe: int, rank: int, micro_batches: in
 
 
 def count_deferred(schedule: ScheduleChoice, rank: int, micro_batches: int) -> int:
-    """Of how many micro-batches, over all its stages, a rank defers the weights' gradients at most.
+    """Count the micro-batches, over all its stages, of which a rank defers the weights' gradients at most.
 
     They are among the live ones. Schedules that fill bubbles with weights' gradients defer more on later ranks.
     """

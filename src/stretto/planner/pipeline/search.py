@@ -106,7 +106,7 @@ class PipelineSearch:
 
     @property
     def listed(self) -> int:
-        """Of many grids, how many plans are listed at least: grids that are slower than so many are left out."""
+        """The least number of plans to list of many grids: grids that are slower than so many are left out."""
         return REPLAYED if self.workload.model.moe is None else LISTED_WITH_EXPERTS
 
     def in_order(self, grids: Sequence[GridSizes], times: "BestTimes") -> Iterator[tuple[float, GridSizes]]:
@@ -218,7 +218,7 @@ class PipelineSearch:
 
     @property
     def _max_virtual_stages(self) -> int:
-        """By how much virtual stages, or zero bubbles, shorten bubbles at most."""
+        """The most by which virtual stages, or zero bubbles, divide bubbles."""
         return max(MAX_VIRTUAL_STAGES, self.pipelines.virtual_stages or 1)
 
     @property
@@ -298,7 +298,7 @@ class PipelineSearch:
         return peak(first.in_step) + (live - 1) * sum(first.between)
 
     def _why_no_schedule(self, grid: GridSizes, local: int) -> str | None:
-        """Why no schedule can run on a grid with any micro-batch."""
+        """Say why no schedule can run on a grid with any micro-batch."""
         model, why = self.workload.model, "no schedule takes its stages and micro-batches"
         for size in self._sizes(local):
             if next(self.pipelines.list_schedules(model, grid.pipe, local // size), None) is not None:

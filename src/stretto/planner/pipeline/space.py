@@ -119,7 +119,7 @@ def make_pipeline_space(
 
 
 def why_too_many_stages(model: Architecture, pipe: int, virtual_stages: int) -> str | None:
-    """Why a model cannot be cut into so many stages, with what would do; None if it can."""
+    """Say why a model cannot be cut into so many stages, with what would do; None if it can."""
     if pipe * virtual_stages <= model.layers:
         return None
     each = f" with {virtual_stages} stages a rank" if virtual_stages > 1 else ""

@@ -146,7 +146,7 @@ With `model.kind = "dlrm"`, a file describes the training of a recommendation mo
         return GridConfig(data=self.ranks)
 
     def grid_options(self, grid: GridConfig) -> dict[str, Any]:
-        """As `JobConfig.grid_options`."""
+        """The options of the grid, as `JobConfig.grid_options`."""
         if grid != GridConfig(data=grid.ranks):
             raise ValueError(f"a DLRM has only the axis data; data={grid.ranks} would do")
         return {"ranks": grid.ranks}

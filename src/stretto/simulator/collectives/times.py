@@ -176,7 +176,7 @@ def _find_twins(phase: CollectivePhase, topology: NetworkTopology, begins: dict[
 def _simulate_rounds(
     phase: CollectivePhase, network: NetworkModel, begins: dict[int, float], effort: _Effort
 ) -> dict[int, float]:
-    """When each rank ends a phase. A single round that repeats is extrapolated once it is steady."""
+    """Find when each rank ends a phase. A single round that repeats is extrapolated once it is steady."""
     ranks = [rank for group in phase.groups for rank in group]
     rounds = phase.pattern.rounds
     count = _FIRST_ROUNDS

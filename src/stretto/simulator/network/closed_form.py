@@ -70,4 +70,4 @@ class ClosedFormNetwork:
         queue.at(queue.now + self.message_nanoseconds(source, target, num_bytes), arrived, *arguments)
 
     def reset(self) -> None:
-        """Nothing to forget: messages do not meet."""
+        """Do nothing: messages do not meet."""

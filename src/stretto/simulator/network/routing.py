@@ -97,7 +97,7 @@ class ShortestPaths:
         return distances
 
     def _search_pair(self, source: int, target: int) -> dict[int, list[int]]:
-        """For vertices on shortest paths the next links, in order of their numbers; empty where there is no path.
+        """List for vertices on shortest paths the next links, in order of their numbers; empty where there is no path.
 
         The end whose next level has fewer links is searched on, until the two meet.
         """

@@ -21,7 +21,7 @@ _NOBODY, _INPUT = -1, 0  # of `stretto.collectives.joint.schedule`, which import
 
 @dataclass(frozen=True)
 class ProductCosts:
-    """What a product and its sums cost on one GPU.
+    """The cost of a product and its sums on one GPU.
 
     flops: a second, of a product with the whole GPU; memory: bytes a second, of sums; columns, depth: of the product
     (n and k); itemsize: bytes of an element that travels. movers: the part of the GPU whose programs move rows while
@@ -60,7 +60,7 @@ class ProductCosts:
 
 
 class Interval(NamedTuple):
-    """When a move or the rows of a tile ran. number: of the move, or of the chunk. Times in seconds."""
+    """The time in which a move or the rows of a tile ran. number: of the move, or of the chunk. Times in seconds."""
 
     rank: int
     number: int

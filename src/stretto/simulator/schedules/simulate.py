@@ -15,7 +15,7 @@ MAX_SIMULATED_TILES = 32
 MAX_STEPS = 4 << 20
 """The most steps of all thread blocks and tiles that are simulated: about a minute."""
 PACKET_BYTES = 256
-"""What a link forwards at once (NVLink's largest payload): switches pass a message on while it still arrives."""
+"""Bytes that a link forwards at once (NVLink's largest payload): switches pass a message on while it still arrives."""
 _NS = 1e9
 
 

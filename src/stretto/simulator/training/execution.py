@@ -15,7 +15,7 @@ from stretto.simulator.graph import Execution, ExecutionGraph, GraphRun
 from stretto.simulator.network import EventDrivenNetwork, NetworkModel, NetworkTopology
 
 MIN_SPEED = 0.05
-"""Of computation beside communication: a slowdown of a second a second would never end."""
+"""The least speed of computation beside communication: a slowdown of a second a second would never end."""
 
 
 class StageNetwork:

@@ -39,11 +39,11 @@ class RankFactors:
     is_first_slowest: bool = False
 
     def of_computation(self, rank: int) -> float:
-        """Of a rank's computation."""
+        """Return the factor of a rank's computation."""
         return self.compute[rank] if self.compute else 1.0
 
     def of_communication(self, first: int, last: int) -> float:
-        """A communication of a rank, in a group or a pair with another rank."""
+        """Return the factor of what a rank communicates in a group, or a pair, with another rank."""
         factor = max(self.links[first], self.links[last]) if self.links else 1.0
         if self.nics and first // self.gpus_per_node != last // self.gpus_per_node:
             factor *= max(self.nics[first], self.nics[last])

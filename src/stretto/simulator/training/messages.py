@@ -24,7 +24,7 @@ PACKET_BYTES = 4096
 NO_LATENCY = 1e-15
 """Seconds: a cluster's latencies are more than 0."""
 MAX_MESSAGES = 3_000_000
-"""Of a step that is simulated message by message: about a minute."""
+"""The most messages of a step that is simulated message by message: about a minute."""
 
 
 def network_of(

@@ -17,7 +17,7 @@ from stretto.planner.workload import Dtype, OptimizerName, ScheduleChoice, StepC
 from stretto.simulator.training.simulation import Fidelity, StepSimulation, simulate_step
 
 SIMULATED = 8
-"""How many of the fastest plans that fit are simulated."""
+"""The number of the fastest plans that fit which are simulated."""
 
 
 def step_of_plan(
@@ -114,7 +114,7 @@ def _simulated_plan(plan: GridPlan, step: StepSimulation, best: StepSimulation) 
 
 
 def _explain(terms: Mapping[str, float], best: Mapping[str, float], slower: float) -> str:
-    """Why a plan is not the first: the parts of its step that are longer, the longest first."""
+    """Say why a plan is not the first: the parts of its step that are longer, the longest first."""
     if slower <= 0:
         return "the fastest simulated step"
     longer = {name: time - best.get(name, 0.0) for name, time in terms.items()}

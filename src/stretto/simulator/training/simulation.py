@@ -27,10 +27,10 @@ from stretto.simulator.training.step import StepPrograms, write_programs
 
 Fidelity = Literal["closed-form", "event-driven"]
 COPY_ENGINE_SLOWDOWN = 0.5
-"""Of what computation loses beside a kernel that communicates, what it loses beside copy engines. Fitted to the steps
+"""The part of what computation loses beside kernels that it loses beside copy engines. Fitted to the steps
 of 2 H200 with z=2 and batch 4 (lab/results/plan-2-gpus)."""
 MAX_OPERATIONS = 6_000_000
-"""Of a graph: about a minute, and 4 GB."""
+"""The most operations of a graph: it takes about a minute, and 4 GB."""
 MAX_AVERAGED = 64
 
 
@@ -152,7 +152,7 @@ class StepSimulation:
 
     @property
     def link_use(self) -> NDArray[np.float64] | None:
-        """Of each link of the network, the part of the step in which it sends; None in closed form."""
+        """The part of the step in which each link of the network sends; None in closed form."""
         busy = self.execution.link_busy
         return None if busy is None or self.fidelity == "closed-form" else busy / max(self.step_time, 1e-300)
 

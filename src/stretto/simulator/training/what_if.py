@@ -26,7 +26,7 @@ class ChangedStep:
 
     @property
     def speed_up(self) -> float:
-        """Of the step; less than 1 where the change costs time."""
+        """The step's speedup; less than 1 where the change costs time."""
         return self.before / self.step.step_time
 
     def as_dict(self) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def with_scales(tensors: Mapping[str, PlainTensor]) -> dict[str, FileTensor]:
 
 
 def refusal_of_dtypes(name: str, found: frozenset[str], wanted: "torch.dtype") -> str | None:
-    """Why a tensor stored in these dtypes cannot be copied into a parameter of dtype `wanted`; None if it can.
+    """Say why a tensor stored in these dtypes cannot be copied into a parameter of dtype `wanted`; None if it can.
 
     Integers in place of floating-point weights are quantized weights, whose scales are stored separately.
     """

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 AsyncSave = Literal["auto"] | bool
 USABLE_MEMORY = 0.8
-"""Of the host memory that is left: copies take so much at most. The rest is for files that are read and written."""
+"""The part of the free host memory that copies take at most. The rest is for files that are read and written."""
 MAX_WRITERS = 4
 """Writer threads of a rank, at most; lab/results/saves has what more of them gain."""
 MAX_END = 30.0
@@ -79,7 +79,7 @@ class Saver:
         self._gpu = torch.cuda.current_device() if device.type == "cuda" else None  # a new thread has the first one
         self._timeout = group_timeout(None)
         limit = timedelta(seconds=self._timeout)
-        self._group = SharedGroups().get_for_all("saves", backend="gloo", timeout=limit)
+        self._group = SharedGroups().get_for_all("saves", timeout=limit)
         self.staging = Staging(device)
         self._ownership: Ownership | None = None
         self._digest = ""

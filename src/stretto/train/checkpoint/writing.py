@@ -43,9 +43,9 @@ from stretto.train.checkpoint.storage import ShardedState, StateSavePlanner
 from stretto.train.checkpoint.torch_format import INDEX_FILE
 
 OVERHEAD = 0.01
-"""Of a checkpoint's tensors: what headers, padding and the index add, at most, beside BYTES_OF_BOX."""
+"""The most that headers, padding and the index add, as a part of the tensors' bytes, beside BYTES_OF_BOX."""
 BYTES_OF_BOX = 2048
-"""What torch.save and the index add to each box of a tensor."""
+"""The bytes that torch.save and the index add to each box of a tensor."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, a limit of the process
 _RETRIES, _PAUSE = 20, 0.05  # of deleting a partial folder into which other ranks may still write; seconds

@@ -209,7 +209,7 @@ class RunConfig(RunOptions):
 
     @property
     def state(self) -> StateOptions:
-        """Where optimizer state is stored, for the planner and the store."""
+        """The placement of optimizer state, for the planner and the store."""
         return StateOptions(
             location=self.optimizer_state,
             bucket_size=self.state_bucket,

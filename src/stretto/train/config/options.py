@@ -64,7 +64,7 @@ def execution_option(name: str, **rules: Any) -> Any:
 CanBeSwitch = BeforeValidator(
     lambda value: {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 )
-"""Of options that take another word, too: the texts "true" and "false" are booleans."""
+"""Validates an option that takes words beside booleans: the texts "true" and "false" are booleans."""
 
 
 def _folder_of_text(value: Any) -> Any:

@@ -86,7 +86,7 @@ def sample_lengths(
 
 
 def _encoder(path: Path | None) -> tuple[Encode, int, bytes]:
-    """What turns texts into ids, the vocabulary size, and a description for the cache's key."""
+    """Open what turns texts into ids; returns it, the vocabulary size, and a description for the cache's key."""
     if path is None:
         return (lambda texts: [np.frombuffer(text.encode(), np.uint8) for text in texts]), BYTE_VOCAB, b"bytes"
     tokenizer, description = load_any_tokenizer(path)

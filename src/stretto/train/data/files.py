@@ -128,7 +128,7 @@ def find_files(paths: Sequence[str], format: str) -> tuple[str, list[Path]]:
 
 
 def modified_at(path: Path) -> int:
-    """When a file was last written to, in nanoseconds of its file system's clock."""
+    """Read when a file was last written to, in nanoseconds of its file system's clock."""
     with reading(path):
         return path.stat().st_mtime_ns
 

@@ -96,7 +96,7 @@ class _MegatronIndex:
 
     @property
     def size(self) -> int:
-        """Of the file, in bytes."""
+        """The file's size in bytes."""
         return MEGATRON_HEADER.size + self.sequences * (4 + 8) + self.documents * 8
 
     def check_sequences(self, data_size: int) -> int:

@@ -51,7 +51,7 @@ class GPTKind(ModelKind[TrainConfig]):
         return check
 
     def best_grid(self, config: TrainConfig, ranks: int) -> ChosenGrid | None:
-        """Of the grids that can hold the model, the one that the planner predicts to be the fastest.
+        """Choose, of the grids that can hold the model, the one that the planner predicts to be the fastest.
 
         Where it cannot predict (CPUs without `cluster`, unknown models), the grid with the most parts of the batch,
         whose ranks communicate least.

@@ -32,9 +32,8 @@ def step_trace(timeline: Timeline, step: int | None = None) -> ChakraTrace:
             )
     sizes = {axis: size for axis, size in timeline.grid.items() if axis in INNER_TO_OUTER}
     world = prod(sizes.values())
-    groups = {
-        axis: _groups_of(axis, sizes) for axis, size in sizes.items() if size > 1
-    }  # axis: of each rank its group's ranks
+    # By axis, for each rank, its group's ranks.
+    groups = {axis: _groups_of(axis, sizes) for axis, size in sizes.items() if size > 1}
     names = {
         ranks: str(number)
         for number, ranks in enumerate(dict.fromkeys(row for rows in groups.values() for row in rows), start=1)
@@ -58,7 +57,7 @@ def _find_step(timeline: Timeline, number: int | None) -> TracedStep:
 
 
 def _groups_of(axis: str, sizes: dict[str, int]) -> list[tuple[int, ...]]:
-    """For each rank, the ranks of its group over an axis."""
+    """List for each rank the ranks of its group over an axis."""
     grid = check_sizes(sizes)
     stride, size = grid.preceding(axis), sizes[axis]
     rows = []

@@ -54,7 +54,7 @@ class ExpertMetrics:
         }
 
     def __str__(self) -> str:
-        """For a line of text: the highest load of any block, and the dropped tokens if there are any."""
+        """Describe in a line the highest load of any block, and the dropped tokens if there are any."""
         dropped = sum(self.dropped)
         return f"load {max(self.loads):.2f}  " + (f"dropped {dropped:,}  " if dropped else "")
 

@@ -338,13 +338,11 @@ class InterpretedSchedule:
         narrows = not layout.is_even and any(length(value) > length(place) for value, place in self._narrowing_writes)
         full_elements = layout.block_chunks * layout.chunk_elements if narrows else layout.block_elements
         own_program = self.schedule.ranks[self.workspace.rank]
+        first = (collective.chunks_per_loop, narrows, True)
+        if not self.in_place:
+            first = (collective.input_chunks, narrows or writes_input(own_program), False)
         copies: list[_PaddedCopy | None] = []
-        for chunks, is_copied, is_result in (
-            (collective.chunks_per_loop, narrows, True)
-            if self.in_place
-            else (collective.input_chunks, narrows or writes_input(own_program), False),
-            (collective.output_chunks, narrows and not self.in_place, True),
-        ):
+        for chunks, is_copied, is_result in (first, (collective.output_chunks, narrows and not self.in_place, True)):
             blocks = chunks // layout.block_chunks
             if not is_copied or not blocks or not layout.block_elements:
                 copies.append(None)

@@ -101,7 +101,7 @@ class Function:
         return tuple(self._values)
 
     def place(self, name: str) -> int:
-        """Where a parameter is among all."""
+        """Return a parameter's place among all."""
         return self._at[name]
 
     def set(self, name: str, value: int) -> None:

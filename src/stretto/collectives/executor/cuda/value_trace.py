@@ -17,7 +17,7 @@ class Divisions(NamedTuple):
 
 
 def find_divisions(schedule: Schedule, collective: Collective, *, of_inputs: bool) -> Divisions:
-    """Where an average divides: each sum over all ranks once, or with `of_inputs` each rank's input before it is added.
+    """Find where an average divides: each sum over all ranks once, or with `of_inputs` each input before it is added.
 
     The left operand of a step is the received or the destination's value, the right one its source. Raises ValueError
     for a step that would have to divide only some of its chunks.

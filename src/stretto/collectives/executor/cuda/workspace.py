@@ -48,7 +48,7 @@ _REPORT_WORDS = 6
 
 @dataclass(frozen=True)
 class Region:
-    """Where a protocol's mailboxes begin in each half of every rank's memory, and their bytes."""
+    """The first byte of a protocol's mailboxes in each half of every rank's memory, and their bytes."""
 
     start: int
     size: int

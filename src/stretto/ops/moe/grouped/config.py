@@ -85,7 +85,7 @@ def choose_config(
 
 
 def _find_obstacle(n: int, operands: tuple[Tensor, ...]) -> str | None:
-    """Why the kernels cannot take a call, None if they can."""
+    """Say why the kernels cannot take a call, None if they can."""
     first = operands[0]
     if first.dtype not in DTYPES:
         return f"grouped kernels take {' or '.join(map(str, DTYPES))}, not {first.dtype}"

@@ -273,7 +273,7 @@ def multiply_groups_in_order(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, CHANNELS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """As `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
+    """Multiply as `multiply_groups`, on the tiles of a `TileOrder`, each as soon as its rows have arrived; persistent.
 
     mapping, tile_experts: of the order, of tiles of BLOCK_M rows. count: int32 [1], how many tiles there are. rows: a
     tensor, gathered by tokens. claims: int32 [1], 0 before the first of the launches that divide the work. counters,

@@ -476,7 +476,7 @@ def _find_first_reads(
     stores: tuple[StoreChunk, ...],
     levels: Mapping[Value, int],
 ) -> dict[ChunkPlace, int]:
-    """For each chunk whose first content is used at all, the level of its first use. A store uses it in level 0."""
+    """Find for each chunk whose first content is used the level of its first use. A store uses it in level 0."""
     uses = [(store.value, 0) for store in stores]
     for what in operations:
         match what:
