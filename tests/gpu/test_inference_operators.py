@@ -49,7 +49,7 @@ def cut(whole: Tensor) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+    return ((found.double() - expected).abs().max() / (expected.abs().max() or 1)).item()
 
 
 def normalize(total: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
