@@ -134,4 +134,5 @@ def run_pass(function: Callable[..., Tensor], operands: Sequence[Tensor], has_gr
 def largest_difference(found: Iterable[Tensor], right: Iterable[Tensor]) -> float:
     """The largest norm of a difference, over the norm of the right result."""
     pairs = zip(found, right, strict=True)
-    return max(float((one.float() - other.float()).norm() / other.float().norm()) for one, other in pairs)
+    differences = [(one.float() - other.float()).norm() / other.float().norm() for one, other in pairs]
+    return torch.stack(differences).max().item()  # NaN if one is

@@ -9,9 +9,12 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
+from math import isnan, nan
 from pathlib import Path
 
 import pytest
+
+from tests.differences import largest
 
 SOURCE = Path(importlib.util.find_spec("stretto").origin).parent
 MAX_FILES = 20
@@ -256,6 +259,21 @@ def test_asserts_call_no_methods():
     calling = re.compile(r"^\s*assert [^\"'\n]*(\.\w+\(|:=)", re.MULTILINE)
     found = {str(path): calling.findall(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
     assert {path: calls for path, calls in found.items() if calls} == {}
+
+
+OF_DIFFERENCES = re.compile(
+    r"^ *(assert|if) (not |all\()?max\(.*\) [<>]=? .*(e-\d|\*\*-\d|EXACT|ROUNDING|TOLERANCE)",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+def test_differences_are_compared_where_one_is_nan():
+    """The largest of `tests.differences` is NaN then, and no limit holds; `max` would be that of the others."""
+    assert [isnan(largest(*values)) for values in ([1.0, nan], [[nan, 2.0, nan]], [[1.0, 2.0]])] == [True, True, False]
+    assert largest([], default=3.0) == largest(1.0, 3.0, 2.0) == 3.0
+    assert OF_DIFFERENCES.search(f"assert {'max'}(map(max, found)) < 1e-5")
+    files = [path for name in ("lab", "tests") for path in (SOURCE.parents[1] / name).rglob("*.py")]
+    assert [str(path) for path in files if OF_DIFFERENCES.search(path.read_text())] == []
 
 
 def test_nothing_unpickles_what_another_rank_sends():

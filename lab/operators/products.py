@@ -250,7 +250,7 @@ def _time(runs: Runs, m: int, restart: Callable[[], None] = lambda: None) -> Cas
             del runs[name]
     right = results["nccl"]
     compared = [result for name, result in results.items() if name != "gemm"]  # whose rows may be more
-    differences = [float((result - right).norm() / right.norm()) for result in compared]
+    differences = [(result - right).norm() / right.norm() for result in compared]
     del results, compared
     size = 0 if m <= 1024 else 64 << 20  # from 2048 rows on, one call a graph takes long enough
     effort = TimingEffort(rounds=2 * len(runs), replays=3)
@@ -265,7 +265,7 @@ def _time(runs: Runs, m: int, restart: Callable[[], None] = lambda: None) -> Cas
     if "async_tp" in times:
         row["to_async_tp"] = times["async_tp"] / times["stretto"]
     failures = "; ".join(f"{name}: {why}" for name, why in failed.items())
-    return row | {"difference": max(differences), "failed": failures or None}
+    return row | {"difference": torch.stack(differences).max().item(), "failed": failures or None}
 
 
 BENCH = Bench(

@@ -9,6 +9,7 @@ gradients that are zero in exact arithmetic into steps).
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Annotated, Any
 
 import torch
@@ -97,9 +98,8 @@ def _compare_all(ranks: int) -> list[Row]:
                 trained = _train(parallelize(_model(config, dtype), grid), grid)
                 row[f"{kind}_loss"] = _difference(trained.losses, reference.losses)
                 row[f"{kind}_norm"] = _difference(trained.norms, reference.norms)
-                row[f"{kind}_weights"] = max(
-                    _difference(weight, reference.weights[key]) for key, weight in trained.weights.items()
-                )
+                pairs = [(weight, reference.weights[key]) for key, weight in trained.weights.items()]
+                row[f"{kind}_weights"] = torch.tensor(list(starmap(_difference, pairs))).max().item()
             rows.append(Row(**row))
     return rows
 

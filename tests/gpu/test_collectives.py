@@ -153,7 +153,7 @@ def run_once(
         if right is None:
             continue
         error = (found.to(right.dtype) - right.to(kind).to(right.dtype)).abs()
-        is_wrong = error > TOLERANCE.get(dtype, 0) * max(float(right.abs().max()), 1)
+        is_wrong = ~(error <= TOLERANCE.get(dtype, 0) * max(float(right.abs().max()), 1))
         if is_wrong.any():
             places = is_wrong.nonzero().flatten()
             shown = [(at, found[at].item(), right[at].item()) for at in (*places[:6].tolist(), *places[-2:].tolist())]

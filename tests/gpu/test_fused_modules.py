@@ -16,6 +16,7 @@ from stretto.optim import AdamW
 from stretto.parallel import CapturedStep, Grid, parallelize
 from stretto.parallel.layers.attention_backend import BACKENDS, AttentionTuner
 from stretto.parallel.state import require_state
+from tests.differences import largest
 from tests.gpu.test_fused import draw
 from tests.gpu.test_moe import no_host_waits
 from tests.parallel.layers.test_fused import far_from
@@ -51,7 +52,7 @@ def measure_models(family: str, by_blocks: bool) -> dict[str, float]:
     blocks = (["transformer.h.*"] if family == "gpt2" else ["model.layers.*"]) if by_blocks else None
 
     def compare(found: tuple[Tensor, list[Tensor]]) -> float:
-        return max(distance(one.float(), other) for one, other in zip(found[1], right[1], strict=True))
+        return largest(distance(one.float(), other) for one, other in zip(found[1], right[1], strict=True))
 
     def fused(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         model = parallelize(make_model(family).to(dtype), Grid(device="cuda"), blocks=blocks)
@@ -119,7 +120,7 @@ def measure_kernels(dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_kernels_round_once(run_ranks: Callable[..., list[Any]], world: int, dtype: torch.dtype) -> None:
     (errors,) = run_ranks(world, measure_kernels, dtype)
-    assert max(errors) <= 1.0, errors
+    assert largest(errors) <= 1.0, errors
 
 
 def train_captured() -> tuple[list[float], list[float]]:

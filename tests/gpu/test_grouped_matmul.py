@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.ops import moe
+from tests.differences import largest
 from tests.gpu.sharing import GpuRanks, sampled
 from tests.gpu.test_moe import BF16, no_host_waits, poison, relative_error
 
@@ -23,7 +24,7 @@ def run(pool: GpuRanks, world: int, function: Callable[..., list[float]], *argum
     """The largest error that a function returns on any rank. Skips the test on other GPUs."""
     if not all(pool.run(world, is_hopper)):
         pytest.skip("grouped kernels are for GPUs of compute capability 9.0")
-    return max(max(errors) for errors in pool.run(world, function, *arguments))
+    return largest(largest(errors) for errors in pool.run(world, function, *arguments))
 
 
 def is_hopper() -> bool:

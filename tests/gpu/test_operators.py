@@ -21,6 +21,7 @@ from stretto.ops import choices, confirmation
 from stretto.ops.operands import FP8
 from stretto.ops.operator import _caches
 from stretto.parallel import Grid
+from tests.differences import largest
 
 Run = Callable[..., list[Any]]
 SEED = random.randrange(2**31)
@@ -116,7 +117,7 @@ def count_library(name: str) -> int:
 
 
 def error(result: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((result.double() - expected).abs().max() / expected.abs().max()).item()
+    return ((result.double() - expected).abs().max() / (expected.abs().max() or 1)).item()
 
 
 def takes(plan: ops.KernelConfig, operand: torch.Tensor) -> bool:
@@ -226,7 +227,7 @@ def time_first_calls_anywhere(folder: Path) -> dict[str, tuple[float, int]]:
             before, rows = len(timed), 128 << number
             own = differentiate(call, rows)
             expected = differentiate(partial(ops.all_gather_matmul, implementation="library"), rows)
-            worst = max(error(*pair) for pair in zip(own, (one.double() for one in expected), strict=True))
+            worst = largest(error(*pair) for pair in zip(own, (one.double() for one in expected), strict=True))
             found[place] = worst, len(timed) - before
         choices.restore_choices({})
     return found
@@ -444,9 +445,9 @@ def fill_the_gpu(folder: Path, sizes: tuple[int, ...]) -> None:
         summed = ops.matmul_reduce_scatter(every, weight, implementation=plan)
         alike = ops.matmul_reduce_scatter(every, weight, implementation=plan._replace(is_shifted=False))
         product = every.float() @ weight.float().T
-        wrong += [[rows, "gather"]] * (not max(error(out, product), error(same, product)) < 2**-7)
+        wrong += [[rows, "gather"]] * (not largest(error(out, product), error(same, product)) < 2**-7)
         wrong += [[rows, "scatter"]] * (
-            not max(error(summed, scatter(product)), error(alike, scatter(product))) < 2**-6
+            not largest(error(summed, scatter(product)), error(alike, scatter(product))) < 2**-6
         )
     dist.barrier()
     (folder / f"wrong-{rank}.json").write_text(json.dumps(wrong))

@@ -16,6 +16,7 @@ from stretto.optim.state.master_weights import join, round_to_bf16
 from stretto.parallel import CapturedStep, Grid, no_sync, parallelize
 from stretto.parallel.comm.gradient_norm import scale_gradients
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update, tiled_update
+from tests.differences import largest
 from tests.gpu.sharing import SHARED
 
 ONE_RANK = pytest.mark.ranks(1, own=(1,), among=(1,))
@@ -137,7 +138,7 @@ def compare_places(sizes: dict[str, int], clip: float | None) -> dict[str, Any]:
     found = {}
     for name, options in VARIANTS.items():
         other = train(sizes, options, clip=clip)
-        found[name] = max(
+        found[name] = largest(
             float((expected[kind][key] - other[kind][key]).abs().max())
             for kind in ("weights", "state")
             for key in expected["weights"]
@@ -154,7 +155,7 @@ def test_state_on_the_host_gives_the_bits_of_state_on_the_device(
     sizes = {"data": 2, "z": 2} if world == 4 else {"data": world}
     for found in run_ranks(world, compare_places, sizes, clip):
         limit = 0.0 if clip is None and world <= 2 else 3e-3
-        assert max(found.values()) <= limit, found
+        assert largest(found.values()) <= limit, found
 
 
 def check_others() -> None:

@@ -21,6 +21,7 @@ from stretto.optim.sparse.masks import pack
 from stretto.parallel import CapturedStep, Grid, no_sync, parallelize
 from stretto.train.pruning import prune
 from stretto.train.stored_optimizer import StoredOptimizer, adamw_update
+from tests.differences import largest
 from tests.gpu.sharing import SHARED
 
 ONE_RANK = pytest.mark.ranks(1, own=(1,), among=(1,))
@@ -184,7 +185,7 @@ def compare(sizes: dict[str, int]) -> dict[str, float]:
     for name, options in variants.items():
         others, weights = train(sizes, options, is_pruned=True)
         assert others == pytest.approx(losses, rel=1e-3)
-        found[name] = max(float((weights[key] - expected[key]).abs().max()) for key in expected)
+        found[name] = largest(float((weights[key] - expected[key]).abs().max()) for key in expected)
     return found
 
 
@@ -193,7 +194,7 @@ def test_pruned_training_is_dense_training_under_the_mask(world: int, run_ranks:
     """In bits where at most two ranks are summed."""
     sizes = {"data": 2, "z": 2} if world == 4 else {"data": world}
     for found in run_ranks(world, compare, sizes):
-        assert max(found.values()) <= (0.0 if world <= 2 else 3e-3), found
+        assert largest(found.values()) <= (0.0 if world <= 2 else 3e-3), found
 
 
 def compare_over_z(world: int) -> dict[str, float]:
@@ -203,7 +204,7 @@ def compare_over_z(world: int) -> dict[str, float]:
 @pytest.mark.ranks(2, own=(2,), among=SHARED)
 def test_what_is_left_goes_over_z(world: int, run_ranks: Callable[..., list[Any]]) -> None:
     for found in run_ranks(world, compare_over_z, world):
-        assert max(found.values()) <= (0.0 if world == 2 else 3e-3), found
+        assert largest(found.values()) <= (0.0 if world == 2 else 3e-3), found
 
 
 def check_captured() -> None:

@@ -17,6 +17,7 @@ from stretto.collectives.two_level import TwoLevelGroup
 from stretto.execution import TwoLevel
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
+from tests.differences import largest
 
 pytestmark = pytest.mark.ranks(4, own=(2, 4), among=(4,))
 SIZES = (1, 257, 1_000_003)
@@ -103,7 +104,7 @@ def compare_training(sizes: dict[str, int], nodes: str) -> float:
     assert first[2] > 0
     assert first[0] == second[0]
     assert all(torch.equal(one, other) for one, other in zip(first[1], second[1], strict=True))
-    return max((one - other).abs().max().item() for one, other in zip(first[1], flat[1], strict=True))
+    return largest((one - other).abs().max().item() for one, other in zip(first[1], flat[1], strict=True))
 
 
 @pytest.mark.parametrize("axes", ["z", "data", "both"])
@@ -113,7 +114,7 @@ def test_training_in_two_levels_is_that_of_flat_collectives(
     sizes, nodes = {axes: world}, two_nodes(world)
     if axes == "both":
         sizes, nodes = {"z": 2, "data": world // 2}, f"{world}x1"
-    assert max(run_ranks(world, compare_training, sizes, nodes)) < 1e-10
+    assert largest(run_ranks(world, compare_training, sizes, nodes)) < 1e-10
 
 
 def use_the_backend() -> None:

@@ -23,6 +23,7 @@ from stretto.parallel.fused_modules import fuse_modules
 from stretto.parallel.layers import attention_backend
 from stretto.parallel.layers.attention_backend import AttentionTuner
 from stretto.parallel.layout import layout_of
+from tests.differences import largest
 from tests.ops.moe.oracle import draw
 from tests.parallel import hugging_face
 from tests.parallel.training import distance, my_rows
@@ -99,8 +100,8 @@ def disagreements(sizes: Mapping[str, int], by_blocks: bool) -> dict[str, Any]:
         counts = {kind: sum(one.call_count for one in mocks) for kind, mocks in calls.items()}
         right = {"RMSNorm": expected.get("RMSNorm", 0), "Attention": expected.get("Attention", 0)}
         right["SiLU"] = 0 if name.startswith("gemma") else expected.get("MLP", 0)
-        far = max([distance(ours, loss), *map(distance, of_ours, gradients)])
-        if far > 1e-5 or counts != right:
+        far = largest([distance(ours, loss), *map(distance, of_ours, gradients)])
+        if not far <= 1e-5 or counts != right:
             found[name] = far, counts
     return found
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from stretto.huggingface.attention import packed_documents
 from stretto.huggingface.attention.packed_documents import install_packed, refusal_of_packed
 from stretto.parallel import Grid, Pipeline, gather, layout_of, parallelize
+from tests.differences import largest
 from tests.parallel import moe_families
 from tests.parallel.context.test_training import DOCUMENTS, Largest, loss_of_separate_documents, packed, sliding
 from tests.parallel.hugging_face import VOCAB, Fp32IsFp64, causal_lm
@@ -153,9 +154,9 @@ def test_nothing_is_made_of_all_pairs_of_tokens():
     model = MODELS["llama"]().train()
     install_packed(model)
     for given in rows:
-        with Largest() as largest:
+        with Largest() as made:
             model(tokens, labels=labels, use_cache=False, **given).loss.backward()
-        assert largest.count < length * length / 4
+        assert made.count < length * length / 4
 
 
 def with_own_mask(kind: str, **options: Any) -> nn.Module:
@@ -259,7 +260,7 @@ def distances_on(grids: list[tuple[dict[str, int], dict[str, Any]]]) -> list[tup
                 own = model(**given).loss
                 own.backward()
         mine = [(name, each) for name, each in model.named_parameters() if each.grad is not None]
-        far = max(distance(gather(each.grad, layout_of(each)), expected[name]) for name, each in mine)
+        far = largest(distance(gather(each.grad, layout_of(each)), expected[name]) for name, each in mine)
         found.append((abs(own.item() - loss.item()), far, len(calls)))
     return found
 
@@ -270,4 +271,4 @@ def test_packed_documents_on_grids(ranks):
     of_ranks = ranks(4).run(distances_on, GRIDS)
     for setting, found in zip(GRIDS, zip(*of_ranks, strict=True), strict=True):
         assert any(calls for _, _, calls in found), setting  # a rank may have a row of one document
-        assert max(max(loss, far) for loss, far, _ in found) < 1e-10, setting
+        assert largest(largest(loss, far) for loss, far, _ in found) < 1e-10, setting

@@ -8,11 +8,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is for Linux alone", allow_module_level=True)
 
-from stretto.bench.embedding.run import place_tables
+from stretto.bench.embedding.run import compare_outputs, place_tables
 from stretto.bench.embedding.settings import EmbeddingSetting, LookupShape
 from stretto.recommendation.model_config import MLPERF_POOLING, MLPERF_ROWS
 
@@ -35,6 +36,12 @@ def test_mlperfs_tables_go_where_the_least_is_looked_up():
     assert sum(loads) == 214
     assert loads == [38, 38, 38, 100]  # one table is looked up nearly as often as all others
     assert sorted(rows for tables in owned for rows, _ in tables) == sorted(MLPERF_ROWS)
+
+
+def test_a_peer_of_other_numbers_is_named():
+    ours = torch.ones(2, 3)
+    others = {"far": ours + 0.1, "missing": ours / 0 * 0, "near": ours + 1e-5, "stretto": ours}
+    assert compare_outputs(others) == {"error": "other numbers: far, missing"}
 
 
 @pytest.mark.exhaustive

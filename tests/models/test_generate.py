@@ -52,5 +52,6 @@ def test_the_model_stays_in_training_mode(model: GPT) -> None:
 def test_an_empty_prompt_and_a_negative_temperature_are_refused(model: GPT) -> None:
     with pytest.raises(ValueError, match="the prompt is empty"):
         generate(model, [], 1)
-    with pytest.raises(ValueError, match=r"the temperature is -1, but must be at least 0"):
-        generate(model, [1], 1, temperature=-1)
+    for temperature in (-1, float("nan")):
+        with pytest.raises(ValueError, match=f"the temperature is {temperature}, but must be at least 0"):
+            generate(model, [1], 1, temperature=temperature)

@@ -23,8 +23,8 @@ def lie(weight, by_columns):
 
 
 def relative_error(result, expected):
-    """The largest error, relative to the largest number."""
-    return ((result.double() - expected).abs().max() / expected.abs().max()).item()
+    """The largest error, relative to the largest number, if this is not 0."""
+    return ((result.double() - expected).abs().max() / (expected.abs().max() or 1)).item()
 
 
 BLOCKS = ops.Blocks(32, 32, 32, 2, 4, 2, 3)

@@ -6,6 +6,7 @@ import importlib
 import pytest
 import torch
 import torch.distributed as dist
+from tests.differences import largest
 from tests.ops.operands import random_of, relative_error
 
 from stretto import ops
@@ -61,7 +62,7 @@ def differentiate_gather(shape, dtype, needs, saves_gathered, uses_gathered):
 def test_gradients_of_all_gather_matmul_are_the_unfused_layers(interpret, way, needs, dtype):
     arguments = ((21, 40, 24), dtype, needs, way == "saved", way == "both outputs used")
     for errors in interpret(3, differentiate_gather, *arguments):
-        assert max(errors.values()) <= 3 * ROUNDING[dtype]
+        assert largest(errors.values()) <= 3 * ROUNDING[dtype]
 
 
 def differentiate_scatter(shape, dtype, needs):
@@ -82,7 +83,7 @@ def differentiate_scatter(shape, dtype, needs):
 @pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
 def test_gradients_of_matmul_reduce_scatter_are_the_unfused_layers(interpret, needs, dtype):
     for errors in interpret(3, differentiate_scatter, (21, 40, 24), dtype, needs):
-        assert max(errors.values()) <= 3 * ROUNDING[dtype]
+        assert largest(errors.values()) <= 3 * ROUNDING[dtype]
 
 
 def differentiate_all_reduce(shape, dtype, needs):
@@ -101,7 +102,7 @@ def differentiate_all_reduce(shape, dtype, needs):
 @pytest.mark.parametrize("needs", [("x", "weight", "bias"), ("x",), ("weight",)])
 def test_gradients_of_matmul_all_reduce_are_the_unfused_layers(interpret, needs):
     for errors in interpret(3, differentiate_all_reduce, (5, 40, 24), torch.float32, needs):
-        assert max(errors.values()) <= 3 * ROUNDING[torch.float32]
+        assert largest(errors.values()) <= 3 * ROUNDING[torch.float32]
 
 
 def differentiate_a_replicated_loss(shape):
@@ -125,9 +126,9 @@ def differentiate_a_replicated_loss(shape):
     compiled = torch.compile(reduce, backend="aot_eager", fullgraph=True)
     replicated = {"grad_convention": "replicated-loss"}
     for given in (differentiate(reduce, **replicated), differentiate(compiled, **replicated)):
-        assert max(map(relative_error, given, expected)) < 1e-5
+        assert largest(map(relative_error, given, expected)) < 1e-5
     summed = differentiate(reduce)
-    assert max(map(relative_error, summed, [world * expected[0], world * expected[1], expected[2]])) < 1e-5
+    assert largest(map(relative_error, summed, [world * expected[0], world * expected[1], expected[2]])) < 1e-5
 
 
 def test_a_loss_that_all_ranks_replicate_counts_once_if_that_is_asked_for(interpret):
@@ -187,7 +188,7 @@ def differentiate_an_mlp(shape, activation, is_gated, needs_gradients):
 @pytest.mark.parametrize("needs_gradients", [True, False])
 def test_an_mlp_is_the_whole_ones_rows(interpret, activation, is_gated, needs_gradients):
     for errors in interpret(2, differentiate_an_mlp, (20, 32, 24), activation, is_gated, needs_gradients):
-        assert max(errors.values()) <= 5e-6, errors
+        assert largest(errors.values()) <= 5e-6, errors
 
 
 def check_registration(shape):

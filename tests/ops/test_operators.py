@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.differences import largest
 from tests.ops.operands import find_plan, lie, random_of, random_operands, relative_error
 
 from stretto import ops
@@ -40,7 +41,7 @@ def gather_and_multiply(shape, dtype, by_columns, has_bias, plan):
     expected = torch.cat(shards).double() @ weight.double().T
     if has_bias:
         expected += bias.double()
-    error = max(relative_error(one, expected) for one in (out, again[0]))
+    error = largest(relative_error(one, expected) for one in (out, again[0]))
     return error, torch.equal(gathered, torch.cat(shards)), torch.equal(*again), ran
 
 
@@ -109,7 +110,7 @@ def share(what, shape, plan):
         patch.setattr(gemm, "_FIX_UP_STEPS", 1)  # so that it is worth it for few steps
         patch.setattr(gemm, "split_last_wave", see)
         result = what(shape, torch.bfloat16, False, True, plan)
-    return max(more), *result
+    return largest(more), *result
 
 
 @pytest.mark.long

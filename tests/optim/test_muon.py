@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from tests.differences import largest
 from tests.parallel.experts.training import gpt
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -134,7 +135,7 @@ def train_on_grid(sizes, steps):
         optimizer.step(scale=torch.tensor(FACTORS[step]) if step in FACTORS else None)
         optimizer.zero_grad()
     distances = [(gather(p) - expected[n]).norm() / expected[n].norm() for n, p in model.named_parameters()]
-    return float(max(distances))
+    return float(largest(distances))
 
 
 GRIDS = [
@@ -504,7 +505,7 @@ def train_partly_frozen(kind):
         found.append([gather(p) if grid is not None else p.detach() for p in matrices.values()])
         counts = iterated.index(1), len(iterated) - iterated.index(1) - 2
         assert counts[0] < counts[1]
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
+    return largest(float((a - b).norm() / b.norm()) for a, b in zip(*found, strict=True))
 
 
 def test_frozen_matrices_are_not_iterated_until_they_are_trained(ranks):

@@ -55,6 +55,8 @@ def test_invalid_tables_raise() -> None:
         RowWiseAdagrad([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="lr is -1"):
         RowWiseAdagrad([nn.Parameter(torch.ones(3, 1))], lr=-1)
+    with pytest.raises(ValueError, match="eps is nan"):
+        RowWiseAdagrad([nn.Parameter(torch.ones(3, 1))], eps=float("nan"))
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from stretto.parallel import Grid, gather, parallelize
+from tests.differences import largest
 from tests.parallel.training import distance, my_rows
 
 WIDTH = 6
@@ -184,7 +185,7 @@ def largest_distance(sizes: dict[str, int], kind: Callable[[], nn.Module], part:
     grid = Grid(**sizes)
     right = train(make(kind), batch(), part)
     found = train(parallelize(make(kind), grid, **options), batch()[my_rows(grid, ROWS)], part)
-    return max(distance(found[name].double(), right[name].double()) for name in right)
+    return largest(distance(found[name].double(), right[name].double()) for name in right)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def largest_distance(sizes: dict[str, int], kind: Callable[[], nn.Module], part:
 )
 @pytest.mark.parametrize("sizes", [{"z": 2}, {"data": 2}], ids=str)
 def test_code_that_reads_parameters_in_other_ways_trains_as_in_one_process(ranks, sizes, kind, part, options):
-    assert max(ranks(2).run(largest_distance, sizes, kind, part, options)) < 1e-12
+    assert largest(ranks(2).run(largest_distance, sizes, kind, part, options)) < 1e-12
 
 
 def refusals(kinds: list[tuple[Any, ...]]) -> list[str]:
@@ -262,7 +263,7 @@ def bits_in_bf16() -> float:
 
 
 def test_a_models_inputs_are_cast_to_bf16_and_integers_stay_integers(ranks):
-    assert max(ranks(2).run(bits_in_bf16)) < 0.02
+    assert largest(ranks(2).run(bits_in_bf16)) < 0.02
 
 
 def warnings_of_batch_norm() -> list[str]:

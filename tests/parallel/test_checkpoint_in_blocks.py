@@ -125,7 +125,7 @@ def wrong_weights(sizes: dict[str, int], half: int) -> list[str]:
                 found.append(f"{kind} {options}: {error!r:.300}")
                 continue
             far = {name: distance(weights[name], right[name]) for name in right}
-            found += [f"{kind} {options}: {name} is {far[name]} off" for name in far if far[name] > 1e-12]
+            found += [f"{kind} {options}: {name} is {far[name]} off" for name in far if not far[name] <= 1e-12]
     return found
 
 

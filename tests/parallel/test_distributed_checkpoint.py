@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from stretto.axes import BATCH
 from stretto.parallel import Grid, SegmentLoadPlanner, SegmentSavePlanner, gather, mean_over_batch, parallelize
 from tests.conftest import Ranks
+from tests.differences import largest
 from tests.parallel import hugging_face
 from tests.parallel.hugging_face import launched_by_host
 
@@ -203,7 +204,7 @@ def far_after_a_broadcast(kind: str, sizes: Sizes) -> float:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(plain) if dist.get_rank() == 0 else {}, options=options)
     model.load_state_dict(model.state_dict() | {name: value for name, value in plain.items() if "norm" in name})
-    return max((gather(value) - plain[name]).abs().max().item() for name, value in model.named_parameters())
+    return largest((gather(value) - plain[name]).abs().max().item() for name, value in model.named_parameters())
 
 
 def test_weights_of_rank_0_are_broadcast_or_that_is_refused(ranks: MakeRanks) -> None:

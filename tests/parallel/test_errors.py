@@ -204,6 +204,12 @@ def on_two_ranks() -> dict[str, str]:
     grid = Grid(x=2)
     torch.manual_seed(rank)
     messages["weights"] = message_of(lambda: parallelize(GPT(gpt().config), grid))
+    for odd in ("nan", "inf"):
+        torch.manual_seed(0)
+        model = GPT(gpt().config)
+        if rank == 1:
+            model.embedding.weight.data[3, 1] = float(odd)
+        messages[odd] = message_of(lambda model=model: parallelize(model, grid))
     messages["dtype"] = message_of(lambda: parallelize(gpt(), grid, dtype=torch.float8_e4m3fn))
     messages["reduce_dtype"] = message_of(lambda: parallelize(gpt(), grid, reduce_dtype="fp32"))
     model = OwnModel()
@@ -302,6 +308,8 @@ def test_collective_entry_points_refuse_bad_input_on_every_rank(ranks: Callable[
     for messages in ranks(2).run(on_two_ranks):
         assert "has 3 ranks, but the job has 2" in messages["grid"]
         assert "ranks hold different values of embedding.weight" in messages["weights"]
+        for odd in ("nan", "inf"):
+            assert "ranks hold different values of embedding.weight" in messages[odd]
         assert "dtype is torch.float8_e4m3fn, but must be one of torch.float64" in messages["dtype"]
         assert "reduce_dtype is 'fp32', but must be one of" in messages["reduce_dtype"]
         assert "second (Linear)" in messages["refused"]

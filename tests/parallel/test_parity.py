@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, layout_of, mean_over_batch, no_sync, parallelize
+from tests.differences import largest
 from tests.parallel.training import (
     PRECISIONS,
     SEED,
@@ -133,7 +134,7 @@ def test_a_rank_may_have_no_rows_of_the_batch(ranks, variant):
     print(f"seed {SEED}")
     (config,) = VARIANTS[variant].model_args
     for differences in ranks(2).run(differences_where_ranks_have_so_many_rows, [0, 3], config):
-        assert max(differences.values()) < 1e-12
+        assert largest(differences.values()) < 1e-12
 
 
 def logits_distance(sizes: Sizes, case: Case, precision: Precision, expected: torch.Tensor) -> float:
@@ -156,7 +157,7 @@ def test_every_rank_gets_whole_logits_of_its_rows_when_there_are_no_targets(rank
     tokens, _ = next(batches(case))
     with torch.no_grad():
         expected = build(case, precision)(tokens)
-    assert max(ranks(prod(sizes)).run(logits_distance, sizes, case, precision, expected)) < 1e-12
+    assert largest(ranks(prod(sizes)).run(logits_distance, sizes, case, precision, expected)) < 1e-12
 
 
 def initial_weights_of_a_meta_model(sizes: Sizes, config: GPTConfig, seed: int) -> dict[str, torch.Tensor]:
@@ -247,7 +248,7 @@ def test_a_model_of_ones_own_runs_by_the_roles_that_its_user_names(ranks, sizes)
     tokens, _ = next(batches(OWN_CASE))
     with torch.no_grad():
         expected = build(OWN_CASE, precision)(tokens)
-    assert max(ranks(prod(sizes)).run(own_logits_distance, sizes, precision, expected)) < 1e-12
+    assert largest(ranks(prod(sizes)).run(own_logits_distance, sizes, precision, expected)) < 1e-12
 
 
 class Block(nn.Module):
@@ -343,7 +344,7 @@ def stack_distances(sizes: Sizes) -> dict[str, float]:
         halves = [torch.cat(part) for part in zip(*(shard.chunk(2) for shard in shards), strict=True)]
         plain = stack_gradients(situation, None, halves)
         mine = stack_gradients(situation, grid, list(shards[grid.coordinate("batch")].chunk(2)))
-        distances[situation] = max(distance(mine[name], plain[name]) for name in plain)
+        distances[situation] = largest(distance(mine[name], plain[name]) for name in plain)
     return {situation: far for situation, far in distances.items() if not far < 1e-12}
 
 
@@ -389,4 +390,4 @@ def bare_vector_distance(sizes: Sizes) -> float:
 
 
 def test_a_linear_takes_a_vector_without_a_batch(ranks):
-    assert max(ranks(2).run(bare_vector_distance, (1, 2, 1, 1))) < 1e-14
+    assert largest(ranks(2).run(bare_vector_distance, (1, 2, 1, 1))) < 1e-14

@@ -24,6 +24,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize, register_forward_method
 from stretto.parallel.blocks import find_blocks
 from tests.conftest import Ranks
+from tests.differences import largest
 from tests.parallel.training import distance, my_rows
 
 WIDTH, ROWS = 4, 4
@@ -258,7 +259,7 @@ def wrong_results(sizes: dict[str, int]) -> list[str]:
                     for parameter in model.parameters():
                         parameter.sub_(parameter.grad, alpha=0.1)
             results.append({key: gather(value) for key, value in model.named_parameters()})
-        wrong.extend(f"{name}: {key}" for key in results[0] if distance(results[1][key], results[0][key]) > 1e-12)
+        wrong.extend(f"{name}: {key}" for key in results[0] if not distance(results[1][key], results[0][key]) <= 1e-12)
 
     compare("method", Encodes, lambda model, x: model.encode(x) + model(x))
     compare("method", Encodes, lambda model, x: model.encode(x), reshard="after_forward")
@@ -349,7 +350,7 @@ def test_weights_of_a_model_with_roles_may_be_tied_after_parallelize(ranks, size
     expected = train_tied(None)
     for found in ranks(2).run(train_tied, sizes):
         assert found.keys() == expected.keys()
-        assert max(distance(found[name], value) for name, value in expected.items()) < 1e-12
+        assert largest(distance(found[name], value) for name, value in expected.items()) < 1e-12
 
 
 def train_with_default_device(sizes: dict[str, int]) -> tuple[float, float]:

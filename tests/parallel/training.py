@@ -207,11 +207,11 @@ def disagreements(
 
 
 def distance(ours: Tensor | float, theirs: Tensor | float) -> float:
-    """norm(ours - theirs) / norm(theirs); infinite where the shapes or dtypes differ."""
+    """norm(ours - theirs) / (norm(theirs), or 1 if it is 0); infinite where the shapes or dtypes differ."""
     ours, theirs = torch.as_tensor(ours), torch.as_tensor(theirs)
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return float("inf")
-    return ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
+    return ((ours.double() - theirs.double()).norm() / (theirs.double().norm() or 1)).item()
 
 
 def factorizations(world_size: int) -> list[Sizes]:

@@ -101,6 +101,7 @@ def test_sums_cost_more_over_pci_express_than_over_nvlink_and_experts_read_those
         ("llama-3-8b", {"batch": 0}, "batch is 0, but must be at least 1"),
         ("llama-3-8b", {"prompts": [0]}, "prompt is 0"),
         ("llama-3-8b", {"token_seconds": 0.0}, "tpot is 0.0 s, but must be more than 0"),
+        ("llama-3-8b", {"token_seconds": float("nan")}, "tpot is nan s, but must be more than 0"),
         ("gpt2-xl", {}, "has 1024 positions, fewer than 2048 tokens; 1024 would do"),
         ("deepseek-v3", {}, "has latent attention"),
         ("llama-3-8b", {"gpus": 3}, "leaves some of data=3|does not divide"),

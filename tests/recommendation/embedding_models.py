@@ -29,6 +29,7 @@ from stretto.recommendation import (
 )
 from stretto.recommendation.index_exchange import IndexExchange
 from stretto.recommendation.table_state import TensorBox
+from tests.differences import largest
 
 BATCH, STEPS = 12, 3
 ROWS = {"clicks": 5, "country": 7, "items": 10, "unused": 3}  # of the smallest table that a feature is looked up in
@@ -167,11 +168,11 @@ def train_torchrecs_model(kinds: dict[str, Any], **generated: Any) -> float:
             loss.backward()
             optimizer.step()
             found.append(predictions.detach())
-        worst = max(worst, float((found[0].chunk(world)[rank] - found[1]).abs().max()))
+        worst = largest(worst, float((found[0].chunk(world)[rank] - found[1]).abs().max()))
     expected = plain.state_dict()
     for name, value in shared.state_dict().items():
         if not isinstance(value, TensorBox):
-            worst = max(worst, float((whole(value) - expected[name]).abs().max()))
+            worst = largest(worst, float((whole(value) - expected[name]).abs().max()))
     return worst
 
 

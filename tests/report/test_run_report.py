@@ -4,6 +4,7 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path) -> None:
     assert "some text" in text
     assert png_size(one / "loss.png")[1] > png_size(one / "loss.png")[0] / 2
     assert largest_difference(read_run(one), read_run(other)) == 0.25
+    skipped = replace(read_run(one), losses=(5.0, math.nan, 3.0))
+    assert largest_difference(skipped, read_run(other)) == largest_difference(read_run(other), skipped) == math.inf
+    assert largest_difference(skipped, skipped) == 0
 
 
 def test_runs_without_a_common_step_have_no_difference(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def ask_wrongly():
             ('take backend="host"', allocate(backend="cuda")),
             ("1 or more channels", allocate(channels=0)),
             ("more than 0 seconds", allocate(timeout=0)),
+            ("more than 0 seconds", allocate(timeout=float("nan"))),
             ("at most 1048576", allocate(channels=1 << 20)),
             ("slot must be 0 or 1, or None", begin(producer, consumer, slot=2)),
             ("or look_up_tiles, not NoneType", begin(None, consumer)),

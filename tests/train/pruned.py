@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.differences import largest
 from torch import Tensor, nn
 
 from stretto.execution import StateOptions
@@ -78,7 +79,7 @@ def train_both(sizes: dict[str, int], case: dict[str, Any]) -> dict[str, Any]:
         results.append(_train(model, stored, masks, grid, is_pruned, case))
     (dense, numbers), (pruned, others) = results
     differences = {key: float((dense[key].double() - pruned[key].double()).abs().max()) for key in dense}
-    differences["losses"] = max(abs(a - b) for a, b in zip(numbers["losses"], others["losses"], strict=True))
+    differences["losses"] = largest(abs(a - b) for a, b in zip(numbers["losses"], others["losses"], strict=True))
     return {"differences": differences, "dense": numbers, "pruned": others}
 
 

@@ -237,7 +237,7 @@ def generate(
     """
     if not prompt_tokens:
         raise ValueError("the prompt is empty: give at least one token")
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"the temperature is {temperature}, but must be at least 0")
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)

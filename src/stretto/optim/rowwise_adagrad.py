@@ -24,7 +24,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], lr: float = 1e-2, *, eps: float = 1e-8
     ) -> None:
-        if lr < 0 or eps < 0:
+        if not (lr >= 0 and eps >= 0):
             raise ValueError(f"lr is {lr} and eps is {eps}, but both must be at least 0")
         groups: list[Any] = list(params)
         super().__init__(groups or [{"params": []}], {"lr": lr, "eps": eps})  # torch refuses an empty list

@@ -213,7 +213,7 @@ def warn_of_own_buffers(model: nn.Module, state: ParallelState) -> None:
         state.gradient_reducer.after_sync = None
         buffers = [model.get_buffer(name).detach().to(grid.device, torch.float64) for name in names]
         with not_counted():
-            spread = find_spread(torch.stack([buffer.sum() for buffer in buffers]).nan_to_num(), group)
+            spread = find_spread(torch.stack([buffer.sum() for buffer in buffers]).nan_to_num(1e300), group)
         own = [name for name, differs in zip(names, spread.tolist(), strict=True) if differs]
         if own and dist.get_rank() == 0:
             warnings.warn(

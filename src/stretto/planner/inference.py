@@ -109,7 +109,7 @@ def plan_inference(
     lengths that are not positive, for a model that an engine does not run, and where no grid is possible.
     """
     require_least(1, prompt=min(prompts, default=1), context=min(contexts, default=1), batch=batch, gpus=gpus)
-    if token_seconds is not None and token_seconds <= 0:
+    if token_seconds is not None and not token_seconds > 0:
         raise ValueError(f"tpot is {token_seconds} s, but must be more than 0; 20ms would do")
     if dtype == "fp8" or dtype not in ELEMENT_BYTES:
         known = ", ".join(each for each in ELEMENT_BYTES if each != "fp8")

@@ -90,10 +90,14 @@ def read_run(out: Path) -> RunRecord:
 
 
 def largest_difference(run: RunRecord, other: RunRecord) -> float:
-    """The largest difference between two runs' losses at a step that both have; NaN if they share no step."""
+    """The largest difference between two runs' losses at a step that both have; NaN if they share no step.
+
+    Infinite if one of them alone has skipped a step, for a loss that was not finite.
+    """
     others = dict(zip(other.steps, other.losses, strict=True))
-    both = [abs(loss - others[step]) for step, loss in zip(run.steps, run.losses, strict=True) if step in others]
-    return max(filter(math.isfinite, both), default=math.nan)
+    pairs = [(loss, others[step]) for step, loss in zip(run.steps, run.losses, strict=True) if step in others]
+    both = [abs(one - two) for one, two in pairs if math.isfinite(one) or math.isfinite(two)]
+    return max((each if math.isfinite(each) else math.inf for each in both), default=math.nan)
 
 
 def write_report(out: Path, *, compare_with: Path | None = None, sample: str | None = None) -> RunRecord:

@@ -127,7 +127,7 @@ class BlockChannel:
                 "a channel has 1 or more channels, 0 or more peer_tiles and 0 or more data_bytes, not "
                 f"{channels}, {peer_tiles} and {data_bytes}"
             )
-        if timeout is not None and timeout <= 0:
+        if timeout is not None and not timeout > 0:
             raise ValueError(f"a wait may last more than 0 seconds, not {timeout}")
         _, world_size = find_own_rank(group)
         words = world_size * (channels + peer_tiles + 1)

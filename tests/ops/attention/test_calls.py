@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from tests.differences import largest
 from tests.ops.attention.whole import Case, attend_whole, draw_whole, find_differences, see
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -50,7 +51,7 @@ def count_sent():
     for name, case in SENT.items():
         for implementation in IMPLEMENTATIONS[:2]:
             with count_collectives(grid) as counts:
-                assert max(find_differences(case, implementation)) < 1e-10
+                assert largest(find_differences(case, implementation)) < 1e-10
             found[implementation, name] = [call.bytes_sent for call in counts.calls]
     return rank, found
 
@@ -93,7 +94,7 @@ def differ_compiled():
 def test_a_compiled_graph_has_the_operator(ranks):
     for found in ranks(2).run(differ_compiled):
         assert len(found) == 10
-        assert max(found) < 1e-5
+        assert largest(found) < 1e-5
 
 
 def check_operators():
@@ -168,13 +169,13 @@ def attend_by_block_mask():
 
 
 def test_a_block_mask_stands_for_its_options(ranks):
-    assert max(ranks(2).run(attend_by_block_mask)) < 1e-10
+    assert largest(ranks(2).run(attend_by_block_mask)) < 1e-10
 
 
 def differ_in_16_bits():
     case = Case(LENGTH, documents=(0, 7, 2 * LENGTH), has_sinks=True)
     return [
-        max(find_differences(case, implementation, dtype))
+        largest(find_differences(case, implementation, dtype))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for implementation in IMPLEMENTATIONS
     ]
@@ -182,9 +183,9 @@ def differ_in_16_bits():
 
 def test_lower_precision(ranks):
     for found in ranks(2).run(differ_in_16_bits):
-        assert max(found[:3]) < 0.1
-        assert max(found[3:6]) < 0.01
-        assert max(found[6:]) < 1e-5
+        assert largest(found[:3]) < 0.1
+        assert largest(found[3:6]) < 0.01
+        assert largest(found[6:]) < 1e-5
 
 
 REFUSED = {
@@ -327,7 +328,7 @@ def order_while_projecting():
     for wrong in ({}, {"kv_heads": 3}, {"kv_heads": 2}, {"kv_heads": 4, "output": output[:, :60]}):
         with pytest.raises(ValueError, match=r"kv_heads|weight"):
             ops.ulysses_attention(*made, **wrong)
-    return order, max(found)
+    return order, largest(found)
 
 
 def test_heads_travel_while_others_are_projected(ranks):
@@ -376,7 +377,7 @@ def order_beside():
         for name in ("attend", "differentiate", "merge_parts"):
             patch.setattr(one_rank, name, noted(name, getattr(one_rank, name)))
         differences = find_differences(Case(kv_heads=4, documents=(0, 5, 16), has_sinks=True), "all_gather")
-    return max(differences), " ".join(events)
+    return largest(differences), " ".join(events)
 
 
 def test_gradients_of_others_keys_are_made_on_a_stream_that_is_joined_beside_those_of_own_ones(ranks):

@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from tests.differences import largest
 from tests.ops.attention.whole import Case, attend_whole, draw_whole
 
 from stretto.ops.attention import list_chunks
@@ -42,7 +43,7 @@ def differ(cases, device="cpu"):
         pairs = zip((out, *gradients), rights, strict=False)
         found += [float((one - whole[:, :, rows]).abs().max()) for one, whole in pairs]
         found.append(float((of_matrix - rights[-1]).abs().max()))
-    return max(found)
+    return largest(found)
 
 
 def list_cases(ranks):
@@ -58,4 +59,4 @@ def list_cases(ranks):
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_it_is_attention_of_the_whole_sequence(ranks, count):
-    assert max(ranks(count).run(differ, list_cases(count))) < 1e-10
+    assert largest(ranks(count).run(differ, list_cases(count))) < 1e-10

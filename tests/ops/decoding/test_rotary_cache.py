@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from tests.differences import largest
 from tests.ops.decoding.launches import launch_paged
 from tests.ops.operands import random_of
 from tests.tiles.machine_code import find
@@ -48,7 +49,7 @@ def rotate(cases, device="cpu"):
             torch.equal(stored[1], value),
             all((each.flatten(0, 1) == 7).all((1, 2)).sum() == 4 * pages - tokens for each in (keys, values)),
         ]
-    return max(errors), others
+    return largest(errors), others
 
 
 def test_rotated_heads_and_the_cache_are_those_of_several_operators(interpret):
@@ -92,10 +93,12 @@ def attend(cases, lengths=(270, 1, 70, 64, 129), device="cpu"):
             torch.equal(exact, attend_by_kernels(call, INVARIANT_SINGLES._replace(programs_of_processor=many)))
             for many in (4, 0)
         ]
-        error = max((one.float() - other.float()).abs().max().item() for one, other in zip(caches, copies, strict=True))
+        error = largest(
+            (one.float() - other.float()).abs().max().item() for one, other in zip(caches, copies, strict=True)
+        )
         errors.append(error / torch.finfo(dtype).eps / 4)
         same += [torch.equal(found[0], each) for each in found] + [not arrivals.any()]
-    return max(errors), same
+    return largest(errors), same
 
 
 def test_one_launch_rotates_stores_attends_and_merges(interpret):

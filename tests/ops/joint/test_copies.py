@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.differences import largest
 from tests.ops.operands import BLOCKS, random_operands, relative_error
 from triton.runtime.interpreter import InterpreterBuilder
 
@@ -85,7 +86,7 @@ def multiply_all():
             ran.append(ops.counts()[operator, "library"])
         with pytest.raises(ValueError, match="no atomic operations"):
             ops.all_gather_matmul(torch.ones(4, 16), torch.ones(8, 16), implementation=how)
-    return max(errors) / (world + 1), ran, len(addresses) > 0, find_foreign_atomics(addresses)
+    return largest(errors) / (world + 1), ran, len(addresses) > 0, find_foreign_atomics(addresses)
 
 
 def gather_late_rows():
@@ -126,11 +127,11 @@ def change_dtypes():
         "matmul_all_reduce": (128, 32, 24),
     }
     dtypes = torch.bfloat16, torch.float32, torch.bfloat16
-    return max(multiply(each, shape, how, None, dtype) for each, shape in sizes.items() for dtype in dtypes)
+    return largest(multiply(each, shape, how, None, dtype) for each, shape in sizes.items() for dtype in dtypes)
 
 
 def test_calls_of_the_same_sizes_and_other_dtypes_have_pieces_of_their_own(interpret):
-    assert max(interpret(2, change_dtypes)) <= 3
+    assert largest(interpret(2, change_dtypes)) <= 3
 
 
 def tune_by_copies(folder):

@@ -71,7 +71,7 @@ def multiply_all(group, cases):
     for operator, make, shape, dtype, *rest in cases:
         schedule = make if make is None or isinstance(make, str) else find(make[0]).compile(**make[1])
         error, is_same, _ = multiply(group, operator, schedule, shape, dtype, *rest)
-        if error > dist.get_world_size() * 2 * ROUNDING[dtype] or not is_same:
+        if not error <= dist.get_world_size() * 2 * ROUNDING[dtype] or not is_same:
             wrong.append((operator, make, shape, error, is_same))
     return wrong
 
@@ -122,7 +122,7 @@ def multiply_by_random(group, seed, count):
         schedule = random_schedule(rng, operator, dist.get_world_size(), rng.choice([1, 2, 3]))
         shape = rng.randint(1, 40), rng.choice([16, 24]), rng.choice([16, 40])
         error, is_same, _ = multiply(group, operator, schedule, shape, torch.float32, rng.choice([1, 2]))
-        if error > 1e-5 or not is_same:
+        if not error <= 1e-5 or not is_same:
             wrong.append((number, operator, shape, error, is_same))
     return wrong
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, clip_grad_norm_, gather, layout_of, no_sync, parallelize
+from tests.differences import largest
 from tests.parallel.comm.wire import WireCounter
 from tests.parallel.training import Sizes, distance, my_rows
 
@@ -134,7 +135,7 @@ def accumulated(sizes: Sizes) -> dict[tuple[int, bool], tuple[int, int, float]]:
             if unsharded:
                 counts[1] = step(by_option, micro_batches, None)
             given = whole_gradients(by_option if unsharded else model)
-            error = max(distance(given[name], expected[name]) for name in expected)
+            error = largest(distance(given[name], expected[name]) for name in expected)
             found[micro_batches, unsharded] = *counts, error
     return found
 
@@ -187,7 +188,7 @@ def accumulate_branches() -> tuple[dict[str, float], float, str]:
         counts = [sum(which == branch for which, _ in passes) for branch in range(2)]
         expected = {name: count * one for count, part in zip(counts, each, strict=True) for name, one in part.items()}
         assert all(found[name].any() for name in found)
-        return max(distance(found[name], expected[name]) for name in found)
+        return largest(distance(found[name], expected[name]) for name in found)
 
     each = [gradients([(branch, SYNCED)]) for branch in range(2)]
     differences = {what: difference(gradients(passes), passes) for what, passes in PASSES.items()}
@@ -205,6 +206,6 @@ def accumulate_branches() -> tuple[dict[str, float], float, str]:
 @pytest.mark.long
 def test_micro_batches_may_differ_in_what_they_use_and_in_how_they_accumulate(ranks):
     for differences, dropped, refusal in ranks(4).run(accumulate_branches):
-        assert max(differences.values()) < 1e-12, differences
+        assert largest(differences.values()) < 1e-12, differences
         assert dropped < 1e-12  # nothing of a step whose gradients were dropped is in the next one
         assert "zero_grad(set_to_none=True)" in refusal

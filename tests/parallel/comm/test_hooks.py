@@ -49,7 +49,7 @@ def distances(model: nn.Module, plain: nn.Module) -> list[str]:
     return [
         name
         for name in ours.keys() | theirs.keys()
-        if name not in ours or name not in theirs or distance(ours[name], theirs[name]) > 1e-10
+        if name not in ours or name not in theirs or not distance(ours[name], theirs[name]) <= 1e-10
     ]
 
 
@@ -78,7 +78,9 @@ def step_in_backward(layout: Any) -> dict[str, object]:
         loss_of(plain, batch).backward()
         optimizer.step()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    seen["differ"] = [ours.shape for ours, theirs in pairs if distance(gather(ours).detach(), theirs.detach()) > 1e-10]
+    seen["differ"] = [
+        ours.shape for ours, theirs in pairs if not distance(gather(ours).detach(), theirs.detach()) <= 1e-10
+    ]
     for handle in [*handles, last]:
         handle.remove()
     loss_of(model, mine).backward()

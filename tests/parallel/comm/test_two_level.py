@@ -14,6 +14,7 @@ from torch import nn
 from stretto.collectives.two_level import GroupTransport
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, gather, parallelize
+from tests.differences import largest
 from tests.parallel.training import PRECISIONS, SEED, Case, Sizes, Trace, distance, train_on_grid, train_plainly
 
 FP64 = PRECISIONS["fp64-adamw"]
@@ -31,7 +32,7 @@ def train_on_nodes(sizes: Sizes, case: Case, expected: Trace) -> tuple[float, bo
     with mock.patch.dict(os.environ, STRETTO_NODES="4x2"), mock.patch.object(GroupTransport, "start", count):
         first, second = (train_on_grid(sizes, case, FP64, optimizes_shards=True) for _ in range(2))
     pairs = [(first.weights[name], weight) for name, weight in expected.weights.items()]
-    far = max(distance(*pair) for pair in (*pairs, *zip(first.losses, expected.losses, strict=True)))
+    far = largest(distance(*pair) for pair in (*pairs, *zip(first.losses, expected.losses, strict=True)))
     same = all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
     return far, same and first.losses == second.losses, sum(sent)
 
@@ -52,7 +53,7 @@ def test_on_four_nodes_of_two_ranks_training_equals_that_of_one_rank(ranks, size
     print(f"seed {SEED}")
     case = replace(CASE, **options)
     found = ranks(8).run(train_on_nodes, sizes, case, train_plainly(case, FP64))
-    assert max(far for far, *_ in found) < FP64.tolerance
+    assert largest(far for far, *_ in found) < FP64.tolerance
     assert all(same for _, same, _ in found)
     traffic = {total for *_, total in found}
     assert len(traffic) == 1  # as many bytes through each rank's network interface

@@ -14,6 +14,7 @@ from torch import Tensor
 from stretto.models import GPT
 from stretto.ops.moe import places
 from stretto.parallel import Grid, parallelize
+from tests.differences import largest
 from tests.ops.confirmed import timed_by
 from tests.parallel.experts.training import gpt
 from tests.parallel.test_recomputation import gradients
@@ -52,7 +53,7 @@ def compare(folder: str, sizes: dict[str, int], others: list[dict[str, Any]]) ->
     with timed_by(None, Path(folder) / f"empty {dist.get_rank()}", can_time=False):
         expected, by_library = train(grid)
     pairs = zip(found, expected, strict=True)
-    distance = max(float((one - other).norm() / (other.norm() + 1e-6)) for one, other in pairs)
+    distance = largest(float((one - other).norm() / (other.norm() + 1e-6)) for one, other in pairs)
     return distance, by_library, done, [(all(map(torch.equal, found, seen)), calls) for seen, calls in again]
 
 

@@ -17,6 +17,7 @@ from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, count_collectives, gather, install, layout_of, parallelize
 from stretto.parallel.comm.collectives import running_collective
 from stretto.parallel.comm.counting import CollectiveCall
+from tests.differences import largest
 from tests.parallel.moe_families import build
 from tests.parallel.training import SEED
 
@@ -224,7 +225,7 @@ def pass_with_shared_experts(
         with count_collectives(grid, before=note_exchange):
             (model(tokens, tokens) if isinstance(model, GPT) else model(tokens, labels=tokens).loss).backward()
         results.append([parameter.grad.to_local() for parameter in model.parameters()])  # type: ignore[union-attr]
-    return happened, max((one - other).abs().max().item() for one, other in zip(*results, strict=True))
+    return happened, largest((one - other).abs().max().item() for one, other in zip(*results, strict=True))
 
 
 def make_gpt() -> nn.Module:
@@ -253,12 +254,12 @@ def distance_with_hooks(is_backward: bool) -> float:
             experts.register_forward_pre_hook(halve_tokens)
         each(rows, rows).backward()
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
-    return max((one.grad - gather(other.grad, layout_of(other))).abs().max().item() for one, other in pairs)
+    return largest((one.grad - gather(other.grad, layout_of(other))).abs().max().item() for one, other in pairs)
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
 def test_hooks_of_experts_change_what_is_sent_beside_a_shared_expert(ranks, is_backward):
-    assert max(ranks(2).run(distance_with_hooks, is_backward)) < 1e-6
+    assert largest(ranks(2).run(distance_with_hooks, is_backward)) < 1e-6
 
 
 def make_qwen() -> nn.Module:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stretto.parallel import Grid, gather, parallelize
 from stretto.parallel.comm.autograd import input_chain
+from tests.differences import largest
 from tests.parallel.training import my_rows
 
 ROLES = dict.fromkeys(("q", "k", "v", "unused"), "colwise") | {"out": "rowwise"}
@@ -67,9 +68,9 @@ def gradients_of(kind: str) -> dict[str, Any]:
     errors = [(found[name] - expected[name].grad).abs().max() for name in found]
     assert own.grad is not None
     assert x.grad is not None
-    largest = float(max(*errors, (own.grad / 2 - x.grad[my_rows(grid, 4)]).abs().max()))
+    most = float(largest(*errors, (own.grad / 2 - x.grad[my_rows(grid, 4)]).abs().max()))
     missing = {name for name, each in expected.items() if each.grad is not None} - found.keys()
-    return {"largest": largest, "missing": missing, "found": set(found), **additions.counts}
+    return {"largest": most, "missing": missing, "found": set(found), **additions.counts}
 
 
 @pytest.mark.parametrize("kind", ["plain", "hooked", "residual", "replaced"])

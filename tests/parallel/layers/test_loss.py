@@ -16,6 +16,7 @@ from stretto.parallel import Grid, count_collectives, gather, layout_of, mean_ov
 from stretto.parallel.layers.loss import MeansOverBatch
 from stretto.parallel.layers.weight_shard import WeightShard
 from stretto.parallel.model_loss import take_means_over_batch
+from tests.differences import largest
 from tests.parallel.training import Sizes, distance, my_rows
 
 VOCAB = 11
@@ -111,7 +112,7 @@ def own_losses(sizes: Sizes) -> tuple[list[str], float]:
     plain(TOKENS, TOKENS).backward()
     model(mine, mine).backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return messages, max(distance(gather(ours.grad, layout_of(ours)), theirs.grad) for ours, theirs in pairs)
+    return messages, largest(distance(gather(ours.grad, layout_of(ours)), theirs.grad) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1)], ids=str)
@@ -220,7 +221,7 @@ def train_without_targets() -> tuple[bool, float]:
     model = parallelize(GPT(GPTConfig(layers=1, hidden=8, heads=2, vocab=VOCAB, max_seq_len=6)), Grid(x=2))
     loss = model(TOKENS, torch.full_like(TOKENS, -100))
     loss.backward()
-    return bool(loss.isnan()), max(gather(p.grad, layout_of(p)).abs().max().item() for p in model.parameters())
+    return bool(loss.isnan()), largest(gather(p.grad, layout_of(p)).abs().max().item() for p in model.parameters())
 
 
 def test_a_batch_without_targets_changes_no_gradients(ranks):

@@ -23,6 +23,7 @@ from stretto.parallel import (
     parallelize,
     validate,
 )
+from tests.differences import largest
 from tests.parallel.training import Sizes, distance, my_rows
 
 GRIDS = [(1, 2, 1, 2), (2, 2, 1, 1), (2, 1, 1, 2)]
@@ -317,7 +318,7 @@ def tied_distance(sizes: Sizes) -> float:
 
 
 def test_a_weight_may_be_shared_by_replicated_modules(ranks):
-    assert max(ranks(2).run(tied_distance, (2, 1, 1, 1))) < 1e-12
+    assert largest(ranks(2).run(tied_distance, (2, 1, 1, 1))) < 1e-12
 
 
 class Adapted(nn.Module):
@@ -359,7 +360,7 @@ def adapter_distances(sizes: Sizes) -> list[float]:
 
 
 def test_adapters_get_the_gradients_of_plain_training(ranks):
-    assert all(max(distances) < 1e-12 for distances in ranks(4).run(adapter_distances, (1, 2, 1, 2)))
+    assert all(largest(distances) < 1e-12 for distances in ranks(4).run(adapter_distances, (1, 2, 1, 2)))
 
 
 class SplitWithin(nn.Module):
@@ -390,7 +391,7 @@ def distances_of_split_within(sizes: Sizes) -> list[float]:
 
 
 def test_x_may_split_linears_within_a_gathered_module(ranks):
-    assert all(max(distances) < 1e-12 for distances in ranks(4).run(distances_of_split_within, (1, 2, 1, 2)))
+    assert all(largest(distances) < 1e-12 for distances in ranks(4).run(distances_of_split_within, (1, 2, 1, 2)))
 
 
 @pytest.mark.parametrize(
@@ -471,4 +472,4 @@ def gradients_of_single_rows() -> list[float]:
 
 
 def test_gradients_of_single_rows_add_up_though_autograd_gives_one_tensor_to_two_parameters(ranks):
-    assert max(ranks(1).run(gradients_of_single_rows)[0]) < 1e-12
+    assert largest(ranks(1).run(gradients_of_single_rows)[0]) < 1e-12

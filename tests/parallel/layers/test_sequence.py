@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from stretto.models import GPT, GPTConfig
 from stretto.parallel import Grid, checkpoint_activations, parallelize
+from tests.differences import largest
 from tests.parallel.comm.wire import Message, WireCounter
 from tests.parallel.test_parity import VARIANTS, gpt
 from tests.parallel.training import (
@@ -55,7 +56,7 @@ def logits_distance(case: Case, precision: Precision, expected: torch.Tensor) ->
     for mode, rows, length in ((torch.no_grad, None, None), (torch.inference_mode, 3, 8)):
         with mode():
             apart.append(distance(logits_of(case, model, tokens[:rows, :length]), expected[:rows, :length]))
-    return max(apart)
+    return largest(apart)
 
 
 def test_every_rank_gets_whole_logits_of_batches_of_any_shape(ranks):
@@ -63,7 +64,7 @@ def test_every_rank_gets_whole_logits_of_batches_of_any_shape(ranks):
     tokens, _ = next(batches(case))
     with torch.no_grad():
         expected = build(case, precision)(tokens)
-    assert max(ranks(4).run(logits_distance, case, precision, expected)) < 1e-12
+    assert largest(ranks(4).run(logits_distance, case, precision, expected)) < 1e-12
 
 
 def messages_over_x(config: GPTConfig, is_sharded: bool) -> Counter[Message]:

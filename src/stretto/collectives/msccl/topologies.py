@@ -23,7 +23,7 @@ class Topology:
         self.links = links
         self.switches = list(switches)
         for _, _, bandwidth, switch in self.switches:
-            if bandwidth <= 0:
+            if not bandwidth > 0:
                 raise ValueError(f"a switch's bandwidth is positive, not {bandwidth} (switch {switch})")
 
     def num_nodes(self) -> int:

@@ -57,9 +57,11 @@ def check_ranks_agree(
     sums = [(p.sum(dtype=torch.float64), torch.linalg.vector_norm(p, dtype=torch.float64)) for p in real]
     flat = [float(value) for pair in sums for value in pair]
     flat.append(float(torch.initial_seed() % 2**52) if drops else 0.0)
-    spread = find_spread(torch.tensor(flat, dtype=torch.float64, device=grid.device), group).tolist()
+    # NaN and infinity become numbers, which differ from others: a rank that has one alone is found, and by all ranks.
+    numbers = torch.tensor(flat, dtype=torch.float64, device="cpu").nan_to_num_(1e300)
+    spread = find_spread(numbers.to(grid.device), group).tolist()
     for index, (name, _) in enumerate(named):
-        scale = 1.0 + abs(flat[2 * index + 1])
+        scale = 1.0 + float(numbers[2 * index + 1])
         if max(spread[2 * index : 2 * index + 2]) > 1e-6 * scale:
             raise ValueError(
                 f"ranks hold different values of {name}: seed them alike before building the model, "

@@ -181,7 +181,7 @@ def load_masks(path: Path, metadata: CheckpointMetadata, model: nn.Module, spars
         return None
     found = torch.zeros(1, device="cpu")
     load_state(path, metadata, {"training.sparsity": ShardedState((1,), (LocalBox((0,), found),))})
-    if abs(float(found) - sparsity) > 1e-6:
+    if not abs(float(found) - sparsity) <= 1e-6:
         raise ValueError(
             f"the checkpoint {path} was pruned with a sparsity of {float(found):g}, and train.sparsity is {sparsity}; "
             f"{float(found):g} would do, or 0, which trains all weights"
