@@ -253,7 +253,7 @@ def require_place(operator: str, x: Tensor) -> None:
 
 
 def require_device(operator: str, what: str, tensor: Tensor) -> None:
-    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU; what: it in a message, as "x is"."""
+    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU. what: it and its verb, as "x is"."""
     device = tensor.device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {device}")

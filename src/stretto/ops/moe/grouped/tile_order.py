@@ -124,7 +124,7 @@ class Arrivals:
         self._copy()
 
     def drop(self) -> None:
-        """Make the current stream wait until this rank's rows have left, and nobody for those that arrive."""
+        """Give up what arrives: the current stream waits until this rank's rows have left, and for nothing else."""
         self._join()
 
     def copy_to(self, memory: Tensor) -> None:
