@@ -86,7 +86,7 @@ def _is_dense(given: Any) -> bool:
 
 
 def _require_kind(operator: str, name: str, kinds: tuple[Any, ...], given: Any) -> None:
-    """`require_dense` of an argument, unless one of these kinds of its annotation is another one that it has."""
+    """`require_dense` of an argument, unless it is of another kind that its annotation allows."""
     if given is None and types.NoneType in kinds:
         return
     for kind in kinds:

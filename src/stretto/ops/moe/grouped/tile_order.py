@@ -81,7 +81,7 @@ class Arrivals:
         self.copies: list[Callable[[], object]] = []
 
     def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
-        """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]; that of `find_order`."""
+        """Take the order that `find_order` has found, or find it now. places: int32 [n], each row's place."""
         if self._order is None or self._order.block_rows != block_rows:
             self.find_order(places, offsets, block_rows)
         order, self._order = self._order, None  # one product's
@@ -89,7 +89,7 @@ class Arrivals:
         return order
 
     def find_order(self, places: Tensor, offsets: Tensor, block_rows: int) -> None:
-        """Find the order now; there may be more places, which are behind the last expert's rows."""
+        """Find the order of tiles of so many rows now. More places may lie behind the last expert's rows."""
         self._order = find_tile_order(places, offsets, self._table, self._rank, block_rows=block_rows, **self._sizes)
 
     def run(
