@@ -367,7 +367,7 @@ def _replicate(found: Any, like: DTensor) -> Any:
 
 
 def _make_whole(tensor: DTensor) -> Tensor:
-    """The whole of a parameter, or of a view of one, or of another DTensor."""
+    """Gather the whole of a parameter, a view of one, or another DTensor."""
     view = _view_of(tensor)
     return gather(tensor) if view is None else view.make(gather(view.parameter))
 

@@ -158,7 +158,7 @@ def find_tile_order(
     part_rows: int,
     block_rows: int,
 ) -> TileOrder:
-    """The order of the row tiles of experts' rows, of which row i is that of place places[i]: int32 [n].
+    """Find the order of the row tiles of experts' rows. places: int32 [n], each row's place.
 
     offsets: int32 [experts + 1]. table: int32 [., destination, 2], of each source first the number of places, which are
     in the order of their sources. A source's places come in `parts` parts of a multiple of part_rows rows each, which
