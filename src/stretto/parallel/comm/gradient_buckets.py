@@ -295,7 +295,7 @@ class BucketedSums:
             bucket.start()
 
     def _start_rest(self, current: BucketsOfPass) -> None:
-        """Start the buckets of which gradients are missing here, and new ones for gradients that came too late for theirs."""
+        """Start the buckets that lack gradients here, and new ones for gradients that came too late for theirs."""
         plan = self._plan_of(current)
         while current.started < len(plan.buckets):
             self._start(current, *plan.buckets[current.started])
