@@ -435,7 +435,7 @@ def fold_experts(sizes: Mapping[str, int], ranks: int, expert_tensor: ExpertTens
 
 
 def _nearest_expert(sizes: Mapping[str, int], wanted: int, of_x: int) -> int:
-    """The size of expert that is closest to this one, of those that data and z hold beside `of_x` ranks of x."""
+    """Find the size of expert closest to this one among those that data and z can hold beside `of_x` ranks of x."""
     ranks = sizes["data"] * sizes["z"]
     fitting = (of_x * each for each in range(1, ranks + 1) if ranks % each == 0)
     return min(fitting, key=lambda size: (abs(log(size / wanted)), size))

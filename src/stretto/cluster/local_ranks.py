@@ -100,6 +100,7 @@ def agree_on_local_rank(store: Store, rank: int, world_size: int) -> int:
     return sorted(here).index(rank)
 
 
+# Parts of a node's name: before the node that STRETTO_NODES declares, and before why it declares none.
 _NODE, _WRONG = " node ", "of no job: "
 
 
@@ -122,9 +123,9 @@ def name_node(rank: int, world_size: int, environment: Mapping[str, str] = os.en
 
 
 def require_declared(names: Sequence[str]) -> None:
-    """Raise ValueError if a rank's STRETTO_NODES declares no nodes of the job, or one machine's ranks differ.
+    """Raise ValueError if a rank's STRETTO_NODES does not fit the job, or differs between ranks of one machine.
 
-    Their nodes would be neither one's. names: of the ranks' nodes, in the order of ranks.
+    names: `name_node` of each rank, in the order of ranks.
     """
     found: dict[str, tuple[int, str]] = {}
     for rank, name in enumerate(names):

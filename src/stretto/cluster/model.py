@@ -54,8 +54,8 @@ class GPU(Checked):
 class NodeLink(Checked):
     """The links between the GPUs of one node.
 
-    `bandwidth` is what one GPU sends to all others of its node at once, with all its links; `pair_bandwidth` is what it
-    sends to one peer that it is directly connected to (the slowest such peer). Behind a switch the two are equal.
+    `bandwidth` is what one GPU sends to all others of its node at once, with all its links; `pair_bandwidth`, what it
+    sends to a peer over a direct connection (the slowest one). Behind a switch the two are equal.
     `domains`: of GPUs that PCI Express connects, so many NUMA domains have equal parts of the node's GPUs, in order.
     """
 

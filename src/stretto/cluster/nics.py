@@ -206,6 +206,6 @@ def _read_device(link: Path) -> PciDevice:
 
 
 def natural_order(name: object) -> list[tuple[int, str]]:
-    """Sort key of a name, in which texts and whole numbers, of which a longer one is larger, alternate."""
+    """Return a sort key by which numbers within names count as numbers: "mlx5_2" comes before "mlx5_10"."""
     parts = re.split(r"0*([0-9]+)", str(name))
     return [(len(part) if place % 2 else 0, part) for place, part in enumerate(parts)]

@@ -28,7 +28,7 @@ PARTS = (1, 2, 4, 8)
 class Links:
     """Costs of a message: latencies in seconds, bandwidths in bytes/s in one direction.
 
-    in_node_bandwidth: what one rank sends to others of its node while all of them do. node_bandwidth: what one node
+    in_node_bandwidth: from a rank to the others of its node while all of them send. node_bandwidth: what one node
     sends to others, all its network interfaces together. leaf_nodes: how many nodes, in rank order, are attached to one
     switch (None: all); oversubscription: how many times more these could send to other switches than the links there
     carry. library_scatters: False where the library's reduce-scatter sends as much as an all-reduce, as gloo's does.

@@ -17,8 +17,8 @@ from stretto.suggestions import name_known
 class Algorithm:
     """A named program, which the decorator `algorithm` makes of a function.
 
-    name: as the command line has it; program: the function; collective: makes its collective, of those of the
-    program's parameters that it names, and `in_place`; source: its paper and section.
+    name: as the command line has it; program: the function; collective: makes its collective, from `in_place` and the
+    program's parameters that its own signature names; source: its paper and section.
     """
 
     name: str

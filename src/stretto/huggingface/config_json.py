@@ -53,9 +53,9 @@ _NO_HEAD = _Head("", 0, "pooled")
 
 
 def read_sizes(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()) -> dict[str, Any]:
-    """The fields of the planner's Architecture, of a configuration and the head that its `architectures` say.
+    """Read the fields of the planner's Architecture from a configuration and the head that its `architectures` say.
 
-    classes: names of a model's class and those that it is derived from, which say it in their place. Raises ValueError
+    classes: names of a model's class and its bases, which say it in place of `architectures`. Raises ValueError
     for a model type whose blocks, or a class whose head, are not known here, and for a missing or impossible number.
     What `parallelize` has against the model stands in the architecture's `notes`.
     """

@@ -63,9 +63,9 @@ class RanksOfBatch:
 def balance_over_batch(model: nn.Module, ranks: RanksOfBatch) -> None:
     """Have the load-balancing loss that the model's own code computes be that of the global batch.
 
-    An attention mask leaves out the tokens of padding: the code gets the logits of the others alone, and no mask. Calls
-    of a pipeline stage that ask for the loss, which has the routers of its own blocks alone, raise ValueError; so do
-    those of models that compute it in another way than transformers' `load_balancing_loss_func`.
+    An attention mask leaves out the tokens of padding: the code gets the logits of the others alone, and no mask.
+    ValueError for a call that asks for the loss in a pipeline stage, which has the routers of its own blocks alone, and
+    in a model that does not compute it by transformers' `load_balancing_loss_func`.
 
     Where each rank has a loss of its own tokens, and gradients are averaged, one that is computed in another way stays
     of these tokens, and a warning says so.

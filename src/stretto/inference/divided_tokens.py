@@ -55,8 +55,8 @@ class TokenDivision:
         return matmul_reduce_scatter(self._fill(x), weight, self._group, bias=bias)
 
     def leave_out(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention and residuals of the tokens that the last block goes on with, of all tokens' attention
-        and this rank's residuals. Tokens are no longer divided."""
+        """Select what the last block goes on with: (attention, residuals) of the tokens that the head reads, on every
+        rank. attended: of all tokens; residual: this rank's. Ends the division."""
         if self.is_dividing:
             self.is_dividing, self._stood_in = False, None
             part = residual[0].contiguous()

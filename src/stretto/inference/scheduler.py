@@ -45,8 +45,8 @@ class Scheduler:
     """Runs requests first come, first served: each reserves the pages of all its tokens when it joins, so that none
     ever has to leave again before it is done.
 
-    slots: requests at a time. pages: of the cache, of `page` tokens. chunk: tokens of a step, of which running requests
-    have one each and prompts the others.
+    slots: requests at a time. pages: of the cache, of `page` tokens. chunk: tokens of a step: one for each running
+    request, the others for prompts.
     """
 
     def __init__(self, slots: int, pages: int, page: int, chunk: int) -> None:

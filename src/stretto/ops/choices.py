@@ -62,9 +62,9 @@ _WAY = "way of "
 class GroupChoices:
     """Agreed timings, cached configurations and call counts of a group.
 
-    obstacle: why no kernel can run, or "". schedule_obstacle: why not even those that move rows by a schedule, which
-    copy engines do without atomic operations between GPUs, and puts between nodes. order: the ranks, those of one NUMA
-    domain together, so that a ring rarely leaves one. nodes: the number of each rank's node; empty if there is one.
+    obstacle: why no kernel can run, or "". schedule_obstacle: why none can that moves rows by a schedule, either: copy
+    engines need no atomic operations between GPUs for that, and puts cross nodes. order: the ranks, those of a NUMA
+    domain together, as a ring should visit them. nodes: the number of each rank's node; empty if there is one.
     times: seconds by problem and encoded configuration. choices: a configuration and the reason for it. recalled:
     configurations of calls that were checked before. speeds: of the slowest GPU. confirmed: times that were measured in
     calls. ways: of calls without a configuration, by their names.

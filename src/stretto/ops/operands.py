@@ -86,7 +86,7 @@ def _is_dense(given: Any) -> bool:
 
 
 def _require_kind(operator: str, name: str, kinds: tuple[Any, ...], given: Any) -> None:
-    """`require_dense` of an argument, unless one of these kinds of its annotation is another one that it has."""
+    """`require_dense` of an argument, unless it is of another kind that its annotation allows."""
     if given is None and types.NoneType in kinds:
         return
     for kind in kinds:
@@ -253,7 +253,7 @@ def require_place(operator: str, x: Tensor) -> None:
 
 
 def require_device(operator: str, what: str, tensor: Tensor) -> None:
-    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU; what: it in a message, as "x is"."""
+    """ValueError for a tensor that is neither on a CPU nor on this rank's GPU. what: it and its verb, as "x is"."""
     device = tensor.device
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"{operator} takes tensors on devices of type cpu or cuda, not {device}")

@@ -436,7 +436,7 @@ def abandon(name: str, channel: BlockChannel) -> None:
 
 
 def list_channels(name: str) -> list[tuple[str, BlockChannel]]:
-    """(purpose, channel) of all workspaces of the group, those that `find_kept` keeps and abandoned ones among them."""
+    """List (purpose, channel) of the group's workspaces, with those that `find_kept` keeps and abandoned ones."""
     cache = _find_cache(name)
     found = [(purpose, workspace.channel) for (purpose, _, _), workspace in cache.workspaces.items()]
     kept = [(key, _find_channel(value)) for key, value in cache.kept.items()]

@@ -26,7 +26,7 @@ _ROUND = 1 << 24  # numbers that an owner has at once, or one matrix if that is 
 
 @dataclass(frozen=True)
 class _HeldPart:
-    """A part of a matrix: the same boxes on all ranks that hold it, one of which sends it to the owner."""
+    """A part of a matrix: boxes that all its holders have alike; one of them, the sender, sends it to the owner."""
 
     boxes: tuple[Box, ...]
     holders: tuple[int, ...]

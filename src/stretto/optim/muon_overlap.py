@@ -190,7 +190,7 @@ def settle(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _sample(gradient: Tensor) -> Tensor:
-    """Copies of some numbers of a gradient, by which another one is told from it, in fp64."""
+    """Copy some numbers of a gradient, in fp64, by which a changed one is told from it."""
     some = gradient.detach().reshape(-1)[:: max(1, gradient.numel() // _SAMPLES)]
     return some.to(torch.float64, copy=True)
 

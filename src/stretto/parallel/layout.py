@@ -80,7 +80,7 @@ class ParameterLayout:
     def replicas(self, sizes: Mapping[str, int]) -> int:
         """The number of ranks that hold each number of the parameter."""
         parts = {}
-        for split in self.splits:  # without a call for each, of a step's every parameter
+        for split in self.splits:  # inlined: a step asks for every parameter
             parts[split.axis] = sizes[split.axis] // split.copies
         return self.pipe_copies * prod(map(sizes.get, STAGE_AXES, repeat(1))) // prod(parts.values())
 
@@ -330,7 +330,7 @@ def version_of(parameter: Tensor) -> Version:
 
 
 def writes_of(parameter: Any) -> int:
-    """A number that changes as autograd's own when a parameter's shard is written: by writes through `.data` it does
-    not."""
+    """The version of a parameter's shard, by which autograd refuses a saved tensor that was written since: writes
+    through `.data` do not change it. -1 for inference tensors, which have none."""
     shard = shard_of(parameter)
     return -1 if shard.is_inference() else shard._version

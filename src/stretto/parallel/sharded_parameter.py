@@ -367,7 +367,7 @@ def _replicate(found: Any, like: DTensor) -> Any:
 
 
 def _make_whole(tensor: DTensor) -> Tensor:
-    """The whole of a parameter, or of a view of one, or of another DTensor."""
+    """Gather the whole of a parameter, a view of one, or another DTensor."""
     view = _view_of(tensor)
     return gather(tensor) if view is None else view.make(gather(view.parameter))
 
@@ -455,8 +455,8 @@ def write_whole(parameter: Tensor, whole: Tensor, *, from_first: bool) -> None:
 
 
 def _count_writes(written: Sequence[Tensor]) -> None:
-    """Have versions show writes: the parameters', also those through `.data`, and of functions on many tensors; and the
-    shards', which autograd has saved, those of which the parameter's own version would tell it in plain PyTorch."""
+    """Count writes in versions. A parameter's counts all, also those through `.data` and by functions of many tensors;
+    its shard's, by which autograd knows what it has saved, those that plain PyTorch would count."""
     with torch._C.DisableTorchFunctionSubclass():  # 2.11 calls Python for each attribute of a parameter
         pairs = [(each, of) for each in written if not (of := _parameter_of(each)).is_inference()]
         before = [each._version for each, _ in pairs]

@@ -244,7 +244,7 @@ class Architecture:
 
     @property
     def expert_tensors(self) -> tuple[int, ...]:
-        """Numbers in each of one block's parameters that ranks of `expert` divide, of a model of like blocks."""
+        """Numbers in each parameter of a block that ranks of `expert` divide; for a model whose blocks are alike."""
         return () if self.moe_layer is None else self.moe_layer.expert_tensors()
 
     @property

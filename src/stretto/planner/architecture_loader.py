@@ -65,9 +65,9 @@ def read_architecture(model: Any, seq_len: int) -> Architecture:
 
 
 def from_hugging_face(name: str, config: Mapping[str, Any], classes: Sequence[str] = ()) -> Architecture:
-    """A transformers configuration, as its config.json has it, and the head that its `architectures` say.
+    """Read a transformers configuration, as its config.json has it, and the head that its `architectures` say.
 
-    classes: names of a model's class and those that it is derived from, which say it in their place. Raises ValueError
+    classes: names of a model's class and its bases, which say it in place of `architectures`. Raises ValueError
     for a model type whose blocks, or a class whose head, are not known, and for a missing or impossible number.
     """
     sizes = read_sizes(name, config, classes)

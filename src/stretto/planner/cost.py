@@ -131,9 +131,9 @@ class PassTotals(NamedTuple):
     """Seconds of a pass, or of several: computation, waits of the host, and collectives.
 
     x, y, context, expert: all that is sent over an axis; hidden_x, hidden_y, hidden_context: what computation hides of
-    it. gathered: of weights over z; gathered_by_copies: by copy engines. z: rows of a table; of a pipeline's passes all
-    that is sent over z in each of them, and hidden_z, slowed: what is hidden of it, and what computation loses beside
-    all that it hides. launches: the host's, while the GPU computes.
+    it. gathered: weights over z; gathered_by_copies: by copy engines. z: rows of a table, or, of a pipeline's passes,
+    all that each sends over z, of which hidden_z is hidden. slowed: what computation loses beside what it hides.
+    launches: the host's, while the GPU computes.
     """
 
     computation: float = 0.0

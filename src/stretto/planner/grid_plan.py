@@ -249,9 +249,9 @@ def judge(
     impossible: str | None,
     others: Sequence[Candidate] = (),
 ) -> Candidate | None:
-    """The config with its best micro-batch: the largest that fits, since fewer are never slower.
+    """Judge a config with its best micro-batch: the largest that fits, since fewer are never slower.
 
-    None if one of the others, of the same grid, settles that it is slower.
+    None if another candidate of the same grid shows that this one is slower.
     """
     local = workload.batch // config.grid.batch_parts
     if impossible is None and micro_batch is not None and local % micro_batch:

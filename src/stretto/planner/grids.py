@@ -18,8 +18,8 @@ _SEARCHED = tuple(axis for axis in STAGE_AXES if axis != "context")
 
 
 def every_grid(ranks: int, pipe: int = 1, contexts: Collection[int] = (1,)) -> Iterator[GridSizes]:
-    """Every factorization of `ranks` into sizes of axes, with so many pipeline stages, and context one of `contexts`
-    that divides what these leave."""
+    """Yield every factorization of `ranks` into sizes of axes with so many pipeline stages; context is each of
+    `contexts` that divides what these leave."""
     for context in contexts:
         if ranks // pipe % context == 0:
             for sizes in _factorize(ranks // pipe // context, _SEARCHED):

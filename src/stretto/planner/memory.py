@@ -139,7 +139,7 @@ def step_memory(
     parameters, gradients, optimizer, gathered_weights (copies in dtype, whole over z), activations, logits (the loss's
     slice and the head's weight gradient), temporary (of one linear's backward pass).
 
-    has_nvlink: whether it reaches all ranks of z, and so those of x, so that copy engines may send what goes over z.
+    has_nvlink: NVLink reaches all ranks of z, and so those of x: copy engines may send what goes over z.
     Their buffers are kept all the time: those of gradients (`stretto.parallel.comm.copy_engine_scatter`), and, if
     collectives are hidden, those of weights that stay gathered (`stretto.parallel.comm.copy_engine_gather`). So are the
     workspaces of products that gather sharded tokens, and of those that scatter them. joins_context: whether it reaches

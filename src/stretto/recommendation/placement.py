@@ -130,7 +130,7 @@ class TablePlacement:
 
     @cached_property
     def shards(self) -> tuple[tuple[TableShard, ...], ...]:
-        """The parts of tables that each rank has, those of replicated ones left out, in order of table."""
+        """The parts of tables that each rank has, in order of table, without replicated tables."""
         owners = {table: self.owners(table) for of_rank in self.owned for table in of_rank}
         return tuple(
             tuple(self._cut(table, owners[table].index(rank), len(owners[table])) for table in of_rank)

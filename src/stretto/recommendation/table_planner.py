@@ -367,7 +367,7 @@ class _TableSearch:
         return found, reasons
 
     def _cache_memory(self, table: int, rows: int) -> float:
-        """Bytes of GPU memory of a cache of so many rows, and of what finds them."""
+        """Return the GPU memory, in bytes, of a cache of so many rows and of its index."""
         size = self.tables[table]
         return self._memory(rows, size.dim) + (_SLOT * size.rows + _TRACKED * rows if rows < size.rows else 0)
 

@@ -116,7 +116,7 @@ class StoredOptimizer:
         self._note_written()
 
     def _make_store(self, masks: Masks | None) -> OptimizerStateStore:
-        """The store of all parameters, and what is left of those that masks prune."""
+        """Make the store of all parameters; of those that masks prune, it has what is left."""
         self._pruned = (
             None
             if masks is None

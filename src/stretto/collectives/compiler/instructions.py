@@ -48,7 +48,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class InstructionDag:
-    """Instructions, and for each of them those of its rank that must come before it.
+    """Instructions, and for each the instructions of its rank that must come before it.
 
     A message's sender comes before its receiver, too: `sender` and `receiver` map a message (by its operation) to these
     two instructions. Once some are fused, the list is not in an order in which it could be executed.

@@ -395,7 +395,7 @@ class _Lowering:
             self._move(sources, [destination])
 
     def _add(self, reduce: ReduceChunks) -> tuple[Source, ...]:
-        """The sources of a sum; memory holds one of its sides, so that they are added one by one."""
+        """Return the sources of a sum, which are added one by one: one side of it must lie in memory."""
         left, right = self._sources[reduce.left], self._sources[reduce.right]
         if len(right) > 1:
             left, right = right, left

@@ -122,7 +122,7 @@ def _list_runs(
 
 
 def _group(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Runs of blocks of one kind, the next of which begins where one ends."""
+    """Yield runs of consecutive blocks of one kind: each block begins where the one before ends."""
     run: list[Block] = []
     for block in blocks:
         if run and (run[-1].queries.stop, run[-1].keys.stop, run[-1].is_causal, run[-1].left) != (

@@ -209,7 +209,7 @@ def _count_scores(block: Block) -> int:
 def list_key_blocks(
     layout: str, rank: int, ranks: int, length: int, mask: Mask, keys: tuple[Range, ...]
 ) -> tuple[tuple[Block, ...], ...]:
-    """The blocks of a rank's queries with each of these ranges of gathered rows, each of one other rank.
+    """List the blocks of a rank's queries with ranges of gathered rows, each range of one other rank.
 
     Rank p's rows begin at p * length; the blocks' keys are gathered rows.
     """

@@ -317,7 +317,7 @@ def _launch_by_programs(operator: str, config: KernelConfig, product: GroupProdu
 
 
 def find_node_group(group: str, device: torch.device, nodes: tuple[int, ...]) -> str:
-    """The name of the group of those ranks that are on this one's node; collective where it is made."""
+    """Return the name of the group of the ranks on this rank's node. Collective at the first call, which makes it."""
 
     def make() -> dist.ProcessGroup:
         members = find_group(group)

@@ -319,7 +319,7 @@ def _load_elements(given, landed, first, place, inside, is_given, numbers, ready
 
 @triton.jit
 def _clip(count):  # type: ignore[no-untyped-def]
-    """A number of elements as int32, which those of a block are compared with: at most 2^30."""
+    """Clip a number of elements to 0 to 2^30, and make it int32, as the places in a block are."""
     return tl.minimum(tl.maximum(count, 0), 1 << 30).to(tl.int32)
 
 

@@ -219,8 +219,8 @@ def find_kernel_route(
         """The index of this rank's rows, and weights: nothing of the staging buffer."""
         return *sort_copies(experts, local, rows, known), *(() if weights is None else (weights,))
 
-    # While the host waits for the counts, the device sorts, and sends tokens to, as many places as the last calls had
-    # at most (layers' differ), and a few. If there are more, the group's next call joins what has begun, and sends all.
+    # While the host waits for the counts, the device sorts and sends tokens for as many places as the last calls needed
+    # at most (layers differ), and an eighth more. If more are needed, `push` joins what has begun, and sends all.
     last = find_known(find_name(group), topk_ids.device, ("moe places", k, num_experts), lambda: [0])
     room = 0 if schedule or max_rows is not None else last[0] + last[0] // 8
     early: list[_Sorted] = []

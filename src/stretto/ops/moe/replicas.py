@@ -33,8 +33,8 @@ _LEAST = 0.01  # of the mean load of a rank, for which no weights are sent
 class ReplicaPlacement:
     """Experts and replicas on ranks: what `place_replicas` returns, the same on all of them.
 
-    replicas: of each rank, the experts of others that it holds too, as many as `spare` or fewer. slots: of each expert,
-    the slot of each of SHARES parts of its tokens.
+    replicas: by rank, the others' experts that it holds, too, `spare` at most. slots: by expert, the slot of each of
+    SHARES parts of its tokens.
     """
 
     ranks: int

@@ -303,8 +303,8 @@ def close_master(master: Tensor, weight: Tensor, state: Mapping[str, Tensor]) ->
 def find_slots(make: MakeOptimizer) -> dict[str, torch.dtype]:
     """The state that an optimizer keeps for every number, by name.
 
-    ValueError for an optimizer that is not elementwise: one whose step of a matrix is not that of its numbers one by
-    one. It is found by trying: three steps of small parameters, whole and in pieces, must give the same numbers.
+    ValueError for an optimizer that is not elementwise. It is tried: three steps of small parameters, whole and in
+    pieces, must give the same numbers.
     """
     whole, state = _try(make, [(6, 4)])
     pieces, _ = _try(make, [(7,), (17,)])

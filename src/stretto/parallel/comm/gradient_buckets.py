@@ -295,7 +295,7 @@ class BucketedSums:
             bucket.start()
 
     def _start_rest(self, current: BucketsOfPass) -> None:
-        """Start the buckets that this rank lacks gradients of, and those of gradients whose buckets had started."""
+        """Start the buckets that lack gradients here, and new ones for gradients that came too late for theirs."""
         plan = self._plan_of(current)
         while current.started < len(plan.buckets):
             self._start(current, *plan.buckets[current.started])

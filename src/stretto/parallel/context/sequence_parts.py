@@ -354,8 +354,8 @@ def install_linear_attention(model: nn.Module, parts: SequenceParts) -> None:
 def install_context(model: nn.Module, parts: SequenceParts, *, expands_again: bool) -> None:
     """Have a model's forward cut the sequences that it is given, and its attention run over the ranks of context.
 
-    expands_again: whether blocks are recomputed, so that keys which ranks make of others' latents are one layer's. Then
-    latents travel in place of keys, unless copy engines bring keys under attention.
+    expands_again: blocks are recomputed, so keys that a rank makes of others' latents are kept for one layer at a time.
+    Then latents travel in place of keys, unless copy engines bring keys under attention.
     """
     if parts.is_pretrained:
         of_transformers.replace_attention(model, parts.attend)

@@ -44,7 +44,7 @@ class ExpertProduct:
     """One of the two products of experts' MLPs: rows [n, in] times each expert's weight [experts here, out, in].
 
     output_reduce_group sums the output, input_grad_reduce_group the gradient of the rows (None: nothing does). feeds:
-    as what recomputation keeps what the output is sent for, so that it is not made again; None if it is needed.
+    the name by which recomputation keeps what is made of the output, which then is not made again; None if it must be.
     is_transposed: the parameter is [experts, in, out]. leaves: of the inputs here, each with a sum of its own, for rows
     whose bits depend on no other row (None: those of a library).
     """

@@ -42,8 +42,8 @@ def _dtype_of(recipe: Fp8Recipe, *, is_gradient: bool) -> torch.dtype:
 class ScaledOperand:
     """A matrix [m, k], bf16 or in fp8 already, as an operand of products that sum over k or over m.
 
-    x may have more dims before the last. dtype: in which it is cast. group: the ranks that have parts of the m rows, of
-    which one scale is that of all. scale: the one that they have, if it is known.
+    x may have more dims before the last. dtype: in which it is cast. group: ranks that share the m rows, and one scale.
+    scale: that one, if it is known.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ _cast_in_graph = define_operator("cast_matrix_to_fp8", _cast_matrix, fake=_fake_
 
 
 def cast_in_graph(x: Tensor, recipe: Fp8Recipe, *, is_gradient: bool, wants_columns: bool) -> list[Tensor]:
-    """x [..., k] in fp8, in a graph that is being traced: rows, then columns, each followed by its scales, or all by
-    the one that they have.
+    """Cast x [..., k] to fp8 in a graph that is being traced; returns rows, then columns, each followed by its scales,
+    or both by their single scale.
 
-    The compiler measures what has one scale along with the code that makes it. It makes one call of several that are
-    alike, such as those of queries, keys and values.
+    With a single scale the compiler fuses the search for the largest number with the code that makes x. It merges equal
+    calls, such as those of queries, keys and values.
     """
     x = x.detach().flatten(0, -2)
     if recipe == "rowwise":

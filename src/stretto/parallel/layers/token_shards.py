@@ -228,7 +228,7 @@ class CutPart(torch.autograd.Function):
 
 class GatherPart(torch.autograd.Function):
     """The reverse of `CutPart`: a dim of this size. All ranks compute the same with it, so each keeps its part of the
-    gradient. name: as what recomputation keeps it."""
+    gradient. name: by which recomputation keeps it."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, size: int, dim: int, group: dist.ProcessGroup, name: str) -> Tensor:

@@ -80,8 +80,8 @@ class WeightShard:
         return GatheredWeight(self.precision.cast(local(parameter)))
 
     def check_unwritten(self, parameter: Tensor, writes: int) -> None:
-        """Raise RuntimeError if a weight that a backward pass gathers again was written since its forward pass, which
-        `writes_of` it says."""
+        """Raise RuntimeError if a weight that a backward pass gathers again was written since its forward pass, where
+        its `writes_of` was `writes`."""
         if writes_of(parameter) != writes:
             raise RuntimeError(MODIFIED)
 

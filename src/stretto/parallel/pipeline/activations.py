@@ -154,7 +154,7 @@ def _find_class(name: str) -> Any:
 
 @dataclass
 class StandIns:
-    """Makes what modules of earlier stages return in one forward pass of a later one.
+    """Makes stand-ins, in a later stage's forward pass, for what modules of earlier stages return.
 
     device: of the stand-ins. leaves: where the pass looks for connections across the cut, the tensors that stand-ins
     are made from; a result that depends on one shows a connection. refusal: the error of a backward pass of any other

@@ -205,7 +205,7 @@ def pipeline_memory(
     known: dict[RankStages, StageMemory] | None = None,
     cluster: Cluster | None = None,
 ) -> list[RankMemory]:
-    """The memory of one rank of each kind, of all ranks that have the same stages the one that keeps most. The first
+    """Return the memory of one rank of each kind: of the ranks with the same stages, the one that keeps most. The first
     needs most. known: what `stage_memory` has found for this grid, micro-batch and options; it is added to. cluster: as
     in `stage_memory`."""
     assert config.schedule is not None

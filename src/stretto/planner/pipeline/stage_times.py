@@ -43,7 +43,7 @@ class PipelineParts(NamedTuple):
         return self.kinds[-1 if has_moe else 0]
 
     def blocks(self, count: int, moe_blocks: int) -> PartTotals:
-        """The times of so many blocks together, so many of them with a mixture of experts."""
+        """Add up the times of `count` blocks, `moe_blocks` of them with a mixture of experts."""
         if len(self.kinds) == 1:
             return PartTotals().plus(self.kinds[0], count)
         return PartTotals().plus(self.kinds[0], count - moe_blocks).plus(self.kinds[1], moe_blocks)

@@ -49,7 +49,7 @@ def rails(
     with i * gpus_per_node // nics_per_node = g, in turn). A message to another rail changes GPUs inside a node, as NCCL
     does with PXN. With is_rail_optimized=False, one switch joins all NICs of all nodes, and no message changes rails.
 
-    in_node_bandwidth, bandwidth: bytes/s, one direction, of one GPU to all others of its node, and of one NIC.
+    in_node_bandwidth: bytes/s in one direction, from a GPU to all others of its node. bandwidth: of a NIC.
     in_node_latency, latency: seconds of a message from GPU to GPU, in a node and between nodes on one rail (not a link:
     each of the links on the way has its part). pair_bandwidth: bytes/s of a link between each two GPUs of a node;
     without it a switch joins them, as NVSwitch does. domain_gpus: GPUs of a NUMA domain, which has a switch for them

@@ -68,7 +68,7 @@ def to_text(checksum: int) -> str:
 
 
 def crc32_of_blocks(data: Buffer, block: int) -> list[int]:
-    """The CRC-32 of each block of so many bytes, of which the last may have fewer."""
+    """Return the CRC-32 of each block of so many bytes; the last may be shorter."""
     view = memoryview(data).cast("B")
     blocks = [view[start : start + block] for start in range(0, len(view), block)]
     if len(view) < THREADED_BYTES:

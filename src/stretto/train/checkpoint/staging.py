@@ -56,7 +56,7 @@ def digest_of(sizes: Mapping[Key, int]) -> str:
 
 
 class Ownership:
-    """The rank that writes each box: of those that hold it the one with the fewest bytes so far, the largest box first.
+    """Chooses the rank that writes each box: among its holders the one with the fewest bytes so far, largest box first.
 
     held: bytes of each box, of every rank, in rank order. All ranks that make it of the same lists agree.
     """

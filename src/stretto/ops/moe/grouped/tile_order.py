@@ -81,7 +81,7 @@ class Arrivals:
         self.copies: list[Callable[[], object]] = []
 
     def order(self, places: Tensor, offsets: Tensor, block_rows: int) -> TileOrder:
-        """The order of tiles of so many rows, of which row i is of place places[i]: int32 [n]; that of `find_order`."""
+        """Take the order that `find_order` has found, or find it now. places: int32 [n], each row's place."""
         if self._order is None or self._order.block_rows != block_rows:
             self.find_order(places, offsets, block_rows)
         order, self._order = self._order, None  # one product's
@@ -89,7 +89,7 @@ class Arrivals:
         return order
 
     def find_order(self, places: Tensor, offsets: Tensor, block_rows: int) -> None:
-        """Find the order now; there may be more places, which are behind the last expert's rows."""
+        """Find the order of tiles of so many rows now. More places may lie behind the last expert's rows."""
         self._order = find_tile_order(places, offsets, self._table, self._rank, block_rows=block_rows, **self._sizes)
 
     def run(
@@ -124,7 +124,7 @@ class Arrivals:
         self._copy()
 
     def drop(self) -> None:
-        """Make the current stream wait until this rank's rows have left, and nobody for those that arrive."""
+        """Give up what arrives: the current stream waits until this rank's rows have left, and for nothing else."""
         self._join()
 
     def copy_to(self, memory: Tensor) -> None:
@@ -158,7 +158,7 @@ def find_tile_order(
     part_rows: int,
     block_rows: int,
 ) -> TileOrder:
-    """The order of the row tiles of experts' rows, of which row i is that of place places[i]: int32 [n].
+    """Find the order of the row tiles of experts' rows. places: int32 [n], each row's place.
 
     offsets: int32 [experts + 1]. table: int32 [., destination, 2], of each source first the number of places, which are
     in the order of their sources. A source's places come in `parts` parts of a multiple of part_rows rows each, which
