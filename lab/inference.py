@@ -37,7 +37,8 @@ from stretto.ops.operator import all_reduce, find_group
 from stretto.ops.row_sums.norm import Norm, NormOperands, add_norm
 from stretto.parallel import Grid, parallelize
 from stretto.parallel.capture import WARM_UP
-from stretto.planner.inference import PassSeconds, plan_inference
+from stretto.planner.inference import InferencePlan, PassSeconds, plan_inference
+from stretto.planner.memory import max_allocated
 from stretto.quantities import MAX_LENGTH, require_least
 from stretto.suggestions import name_known
 
@@ -65,6 +66,10 @@ class InferenceSetting:
     invariant: Annotated[bool, Option("Also measure an engine with invariant=True, and its cost.", "--invariant")] = (
         False
     )
+    full_cache: Annotated[
+        bool,
+        Option("On GPUs, give the engine all cache that the plan says fits, and tell from its peak memory what would."),
+    ] = False
     rounds: Rounds = 3
     ranks: Ranks = None
 
@@ -73,6 +78,10 @@ class InferenceSetting:
             raise ValueError(f"there is no public model {self.model!r}{name_known(self.model, PUBLIC_MODELS)}")
         require_known("peer", self.skip, PEERS)
         require_least(1, batches=min(self.batches, default=0), prompts=min(self.prompts, default=1))
+        if self.full_cache and (self.invariant or {*PEERS} - {*self.skip}):
+            raise ValueError(
+                f"--full-cache leaves no memory for peers and for --invariant: --skip {','.join(PEERS)} would do"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +102,8 @@ class Row:
     of_limit: float | None = column("of the limit", "{:.0%}", None)
     predicted: float | None = column("plan --inference (ms)", "{:.3f}", None)
     tokens: float = column("tokens/s", "{:,.0f}")
+    cache: int | None = column("cache, as planned (tokens)", "{:,}", None)
+    cache_that_fits: int | None = column("that would fit, by the peak so far", "{:,}", None)
     error: str | None = column("error", default=None)
 
 
@@ -114,12 +125,17 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     plain = _make(setting, grid.device) if peers else None
     most = max(*setting.batches, setting.together)
     longest = setting.together * (max(setting.prompts) + 32)
-    tokens = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), longest) + 32
+    cached = max(sum(setting.context + new + 32 for new in _new_tokens(setting, most)), longest) + 32
+    if setting.full_cache:
+        planned = _plan(setting, ranks, max(setting.prompts), most)
+        if planned is None:
+            raise ValueError("--full-cache fills a GPU's memory, but this machine has no GPU that the planner knows")
+        cached = planned.cache_tokens
     engines = {
         name: Engine(
             parallelize(_make(setting, grid.device), grid, invariant=name == "invariant"),
             most,
-            tokens,
+            cached,
             chunk=_chunk(setting),
         )
         for name in ("stretto", *(["invariant"] if setting.invariant else []))
@@ -131,7 +147,7 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
     for how, library in of_sums.items():
         with library:
             model = parallelize(_make(setting, grid.device), grid)
-            engines[how] = Engine(model, most, tokens, chunk=_chunk(setting), divide_from=None)
+            engines[how] = Engine(model, most, cached, chunk=_chunk(setting), divide_from=None)
 
     def run(name: str, function: Callable[..., float], *arguments: Any) -> float:
         with of_sums.get(name) or nullcontext():
@@ -147,6 +163,10 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
         if predicted is not None:
             row |= {"limit": predicted.limit * 1e3, "predicted": predicted.total * 1e3}
             row["of_limit"] = predicted.limit / seconds["stretto"]
+        if setting.full_cache:
+            of_token = sum(each.keys.nbytes + each.values.nbytes for each in engines["stretto"]._runner.layers) / cached
+            left = max_allocated(_machine().require("gpu.memory")) - torch.cuda.max_memory_allocated()
+            row |= {"cache": cached, "cache_that_fits": cached + int(left / of_token)}
         rows.append(row)
         print_row(row)
         if dist.get_rank() == 0:
@@ -159,17 +179,17 @@ def measure_all(ranks: int, out: Path, setting: InferenceSetting) -> list[dict[s
                 "generate": _generate, "batch": _generate_batch, "gpt-fast": _GptFast()
             }  # fmt: skip
             runs |= {name: partial(others[name], plain, setting, batch) for name in others if name in peers}
-        predicted = _predict(setting, ranks, setting.prompts[0], batch)
-        record(f"decode {batch}", None if predicted is None else predicted[1], _time(runs, setting.rounds), batch)
+        predicted = _plan(setting, ranks, setting.prompts[0], batch)
+        record(f"decode {batch}", None if predicted is None else predicted.token, _time(runs, setting.rounds), batch)
     for count, length in product(sorted({1, setting.together}), setting.prompts):
         runs = {name: partial(run, name, _prefill, count, length) for name in engines}
         if plain is not None:
             prefills = {"generate": _prefill_by_generate, "gpt-fast": _prefill_by_gpt_fast}
             runs |= {name: partial(prefills[name], plain, count, length) for name in prefills if name in peers}
-        predicted = _predict(setting, ranks, length, 1)
+        predicted = _plan(setting, ranks, length, 1)
         seconds = _time(runs, max(setting.rounds, WARM_UP + 1))  # replays count
         what = f"prefill {length}" if count == 1 else f"prefill {count} x {length}"
-        record(what, None if predicted is None else _repeat(predicted[0], count), seconds, count * length)
+        record(what, None if predicted is None else _repeat(predicted.first_token, count), seconds, count * length)
     for engine in engines.values():
         engine.close()
     return rows
@@ -411,8 +431,8 @@ def _ids(model: Any, batch: int, length: int) -> Tensor:
     return torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(model.device)
 
 
-def _predict(setting: InferenceSetting, ranks: int, prompt: int, batch: int) -> tuple[PassSeconds, PassSeconds] | None:
-    """The planner's (first token, token) on this machine; None where it knows too little of it."""
+def _plan(setting: InferenceSetting, ranks: int, prompt: int, batch: int) -> InferencePlan | None:
+    """What the planner says of this machine; None where it knows too little of it."""
     config = dict(PUBLIC_MODELS[setting.model])
     if setting.layers is not None:
         config["num_hidden_layers"] = setting.layers
@@ -421,8 +441,7 @@ def _predict(setting: InferenceSetting, ranks: int, prompt: int, batch: int) -> 
         plans = plan_inference(
             config, _machine(), prompts=[prompt], contexts=[context], batch=batch, gpus=ranks, dtype="bf16"
         )
-        plan = next(plan for plan in plans if plan.grid["x"] == ranks)
-        return plan.first_token, plan.token
+        return next(plan for plan in plans if plan.grid["x"] == ranks)
     return None
 
 
