@@ -139,7 +139,8 @@ def test_interfaces_that_are_down_slow_or_without_hardware_are_left_out(tmp_path
     (tmp_path / "class/net/docker0").mkdir()
     assert [nic.name for nic in list_nics(tmp_path)] == ["eth0", "eth1", "eth2", "eth3"]
     assert names(tmp_path, 3) == ["eth0", "eth3", "eth0"]  # without GPUs: shared evenly
-    assert names(tmp_path, 2, "eth2") == ["eth2", "eth2"]  # who names it has it
+    assert names(tmp_path, 2, "eth2") == ["eth2", "eth2"]  # who names it has it, a bond of others too
+    assert names(tmp_path, 2, "docker0,eth2") == ["docker0", "eth2"]
     tree.nic("pci0000:10/0000:10:00.0", -1, "infiniband", "mlx5_2", rate="400 Gb/sec (4X NDR)", state="1: DOWN")
     assert names(tmp_path, 1) == ["eth0"]
     tree.nic("pci0000:11/0000:11:00.0", -1, "infiniband", "mlx5_10", **NDR)

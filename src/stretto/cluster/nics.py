@@ -67,8 +67,9 @@ class Nic:
         return f"{self.name} ({about})" if about else self.name
 
 
-def list_nics(sysfs: Path = SYSFS) -> list[Nic]:
-    """All interfaces with hardware, also those that are down; if there are none, virtual ones. By name, 2 before 10."""
+def list_nics(sysfs: Path = SYSFS, *, adds_virtual: bool = False) -> list[Nic]:
+    """All interfaces with hardware, also those that are down; if there are none, or to be added, virtual ones, such as
+    bonds. By name, 2 before 10."""
     found: dict[tuple[str, ...] | str, Nic] = {}
     for kind in _RDMA:
         for entry in _entries(sysfs / "class" / kind):
@@ -94,7 +95,8 @@ def list_nics(sysfs: Path = SYSFS) -> list[Nic]:
             found[device.path] = Nic(rdma.name, entry.name, device, rdma.is_up and is_up, True, rdma.gbits or gbits)
         else:
             found[(*device.path, entry.name)] = own
-    return sorted(found.values() or virtual, key=lambda nic: natural_order(nic.name))
+    nics = [*found.values(), *(virtual if adds_virtual or not found else ())]
+    return sorted(nics, key=lambda nic: natural_order(nic.name))
 
 
 def list_gpus(sysfs: Path = SYSFS) -> list[PciDevice]:
@@ -113,15 +115,15 @@ def usable_nics(sysfs: Path = SYSFS, environment: Mapping[str, str] = os.environ
 
     Raises ValueError for a name that the machine does not have.
     """
-    nics = list_nics(sysfs)
     if named := environment.get(VARIABLE, ""):
+        nics = list_nics(sysfs, adds_virtual=True)
         by_name = {name: nic for nic in nics for name in (nic.interface, nic.name) if name}
         for name in (names := named.split(",")):
             if name not in by_name:
                 known = f"; {suggest(name, tuple(by_name))}" if by_name else ": this machine has none"
                 raise ValueError(f"the environment variable {VARIABLE} names {name!r}, no network interface{known}")
         return list(dict.fromkeys(by_name[name] for name in names))
-    nics = [nic for nic in nics if nic.is_up]
+    nics = [nic for nic in list_nics(sysfs) if nic.is_up]
     nics = [nic for nic in nics if nic.is_rdma] or nics
     fastest = max((nic.gbits for nic in nics if nic.gbits is not None), default=0.0)
     return [nic for nic in nics if nic.gbits is None or nic.gbits * _MUCH_SLOWER > fastest]

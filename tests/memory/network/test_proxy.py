@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import random
+import resource
 import runpy
 import signal
 import socket
@@ -310,6 +311,42 @@ def test_a_connection_that_one_side_has_lost_unknown_to_the_other_is_opened_agai
         assert pair.proxies[1].failure(0) is None
 
 
+@contextlib.contextmanager
+def no_file_to_open():
+    """A process that can open no file more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@each_proxy
+def test_where_no_file_can_be_opened_a_proxy_rests_goes_on_later_and_names_the_reason(kind):
+    with Pair(kind, limit=2.0) as pair, socket.socket() as first, socket.socket() as second:
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 1)
+        with no_file_to_open():
+            pair.proxies[0].break_connection(1)
+            first.connect(pair.proxies[1].address)
+            before = time.process_time()
+            time.sleep(0.3)
+            took = time.process_time() - before
+        pair.post(0, Put(1, 0, 0, 0, 0, 0, 0))
+        wait_for(lambda: pair.seen(1, 0) == 2 or pair.proxies[0].failure(1))
+        assert pair.proxies[0].failure(1) is pair.proxies[1].failure(0) is None
+        assert took < 0.1
+        with no_file_to_open():
+            pair.proxies[0].break_connection(1)
+            second.connect(pair.proxies[1].address)
+            for rank, proxy in enumerate(pair.proxies):
+                wait_for(lambda proxy=proxy, rank=rank: proxy.failure(1 - rank))
+        for rank, proxy in enumerate(pair.proxies):
+            assert "there was no connection for " in (why := proxy.failure(1 - rank))
+            assert "Too many open files" in why
+
+
 def greet(pair, source=0, token=TOKEN):
     """A connection to rank 1's proxy that has greeted as rank 0."""
     client = socket.create_connection(pair.proxies[1].address, timeout=LIMIT)
@@ -509,6 +546,9 @@ def test_the_interface_is_the_jobs(monkeypatch):
         find_interface(is_one_machine=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ValueError, match="which this machine reaches over loopback: set GLOO_SOCKET_IFNAME"):
+        find_interface(is_one_machine=False)
+    monkeypatch.setenv("MASTER_ADDR", "node-7.invalid")
+    with pytest.raises(ValueError, match=r"MASTER_ADDR is 'node-7.invalid', which .* finds no way to .*: set GLOO"):
         find_interface(is_one_machine=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert find_interface(is_one_machine=False) == ("lo", "127.0.0.1")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.differences import largest
 from tests.ops.attention.whole import Case, attend_whole, draw_whole, find_differences, see
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import checkpoint
 
 from stretto import ops
 from stretto.ops.attention import one_rank, packed_attention
@@ -274,6 +275,18 @@ def test_a_caller_wraps_each_collective(ranks):
     # Keys; then keys and gradients. Ulysses: q, k and v, and the output; then their gradients.
     expected = [({"all_to_all"}, 1, 3), ({"all_to_all"}, 1, 3), ({"all_to_all"}, 2, 4)]
     assert ranks(2).run(list_wrapped) == [expected] * 2
+
+
+def count_left(ways):
+    """Collectives that nothing has waited for, which keep their memory, after passes that compute attention again."""
+    whole = [torch.randn(2, 8, 6, 4, requires_grad=True) for _ in range(3)]
+    for way in ways:
+        checkpoint(partial(ops.context_attention, implementation=way), *whole, use_reentrant=False).sum().backward()
+    return torch._C._distributed_c10d._get_work_registry_size()
+
+
+def test_recomputation_that_ends_early_leaves_no_collective_behind(ranks):
+    assert ranks(2).run(count_left, ("all_gather", "ring", "ulysses")) == [0, 0]
 
 
 def order_by_heads():

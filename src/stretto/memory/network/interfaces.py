@@ -18,6 +18,7 @@ from stretto.cluster.nics import choose_nics
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """The job's interface: what it names for gloo between nodes serves puts, too."""
 _SIOCGIFADDR = 0x8915
+_LONGEST_NAME = 15  # bytes; the call takes so many of a longer one
 _FIRST_GIN = (2, 28)  # the first NCCL whose device API (GPU-initiated networking) puts, over RDMA,
 _GIN_OVER_SOCKETS = (2, 32)  # and over sockets
 _GIN_HEADER = "nccl_device.h"
@@ -59,13 +60,17 @@ def find_interface(*, is_one_machine: bool) -> NetworkInterface:
             f"ranks of several machines put to each other, and neither {INTERFACE_VARIABLE} nor MASTER_ADDR says over "
             f"which interface: set {INTERFACE_VARIABLE}, to eth0 for example"
         )
-    address = _find_route(master)
-    if address.startswith("127.") or address == "::1":
+    try:
+        address, problem = _find_route(master), None
+    except OSError as error:
+        address, problem = "", error
+    if problem is not None or address.startswith("127.") or address == "::1":
         # Rank 0's machine reaches its own name over loopback, where the other machines do not.
+        found = "reaches over loopback" if problem is None else f"finds no way to ({problem})"
         raise ValueError(
-            f"MASTER_ADDR is {master!r}, which this machine reaches over loopback: set {INTERFACE_VARIABLE} to the "
-            "interface that leads to the other machines"
-        )
+            f"MASTER_ADDR is {master!r}, which this machine {found}: set {INTERFACE_VARIABLE} to the interface that "
+            "leads to the other machines"
+        ) from problem
     names = [name for _, name in socket.if_nameindex() if _find_address(name) == address]
     return NetworkInterface(names[0] if names else address, address)
 
@@ -85,9 +90,12 @@ def _find_route(host: str) -> str:
 
 def _find_address(interface: str) -> str | None:
     """The interface's IPv4 address; None if it has none, or there is no such interface."""
+    name = interface.encode()
+    if len(name) > _LONGEST_NAME:
+        return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+            packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name))
         except OSError:
             return None
     return socket.inet_ntoa(packed[20:24])

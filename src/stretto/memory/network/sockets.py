@@ -9,6 +9,8 @@ of a peer, with the token, replaces the old one, which that peer has given up.
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import selectors
 import socket
 import time
@@ -69,6 +71,7 @@ class SocketTransport(PutTransport):
         self._connections: dict[int, _PeerConnection] = {}  # by peer, ready or about to be
         self._strangers: set[_PeerConnection] = set()
         self._retries: dict[int, tuple[float, float]] = {}  # by peer: when, and the pause after it
+        self._accepts_from = 0.0  # when connections are accepted again; 0: they are
         self._discarded = memoryview(bytearray(_DISCARD_BYTES))
 
     def connect(self, receiver: Proxy, peers: Mapping[int, tuple[str, int]]) -> None:
@@ -94,6 +97,9 @@ class SocketTransport(PutTransport):
 
     def progress(self, seconds: float) -> bool:
         """Send, receive, accept and connect whatever can be now, after waiting up to so many seconds for something."""
+        if self._accepts_from and self._accepts_from < time.monotonic():
+            self._accepts_from = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ)
         self._open_due()
         self._close_silent()
         for connection in [*self._connections.values(), *self._strangers]:
@@ -124,13 +130,19 @@ class SocketTransport(PutTransport):
             if peer in self._connections:
                 continue
             host, port = self._peers[peer]
-            opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+            except OSError as error:
+                self._receiver.lost(peer, str(error))
+                continue
             opened.setblocking(False)
             with contextlib.suppress(OSError):  # a loopback listener is connected from its own address
                 opened.bind((self.address[0], 0))
-            with contextlib.suppress(OSError):  # in progress; other errors come when it is written to
-                opened.connect((host, port))
-            self._add(_PeerConnection(opened, peer))
+            if (problem := opened.connect_ex((host, port))) in (0, errno.EINPROGRESS):
+                self._add(_PeerConnection(opened, peer))
+            else:
+                opened.close()
+                self._receiver.lost(peer, os.strerror(problem))
 
     def _add(self, connection: _PeerConnection) -> None:
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -141,14 +153,23 @@ class SocketTransport(PutTransport):
             self._connections[connection.peer] = connection
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):
+        try:
             accepted, _ = self._listener.accept()
-            accepted.setblocking(False)
-            connection = _PeerConnection(accepted, None)
-            connection.is_open = True
-            self._add(connection)
-            if len(self._strangers) > MAX_STRANGERS:
-                self._close(min(self._strangers, key=lambda stranger: stranger.began), "too many have not greeted")
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:  # too many open files, for example: the connection stays, and would end every sleep
+            self._accepts_from = time.monotonic() + _FIRST_PAUSE
+            self._selector.unregister(self._listener)
+            for peer in self._peers.keys() - self._connections.keys():
+                if peer < self._rank:
+                    self._receiver.lost(peer, f"none can be accepted: {error}")
+            return
+        accepted.setblocking(False)
+        connection = _PeerConnection(accepted, None)
+        connection.is_open = True
+        self._add(connection)
+        if len(self._strangers) > MAX_STRANGERS:
+            self._close(min(self._strangers, key=lambda stranger: stranger.began), "too many have not greeted")
 
     def _close_silent(self) -> None:
         limit = time.monotonic() - GREETING_SECONDS

@@ -330,6 +330,7 @@ class _FinishHeads(torch.autograd.Function):
         ctx: Any, rows: Tensor, exchange: HeadExchange, gathers: bool, sizes: Sequence[tuple[int, int]]
     ) -> tuple[Tensor, ...]:
         ctx.settings = exchange, not gathers
+        ctx.save_for_backward(rows.new_empty(0))  # recomputation ends at the last saved tensor: not before this awaits
         return tuple(exchange.finish(rows, sizes, gathers))
 
     @staticmethod

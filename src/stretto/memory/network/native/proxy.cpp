@@ -714,11 +714,18 @@ class Proxy {
       socklen_t length, own_length;
       if (!parse_address(host, port, &address, &length)) continue;
       int fd = socket(address.ss_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-      if (fd < 0) continue;
+      if (fd < 0) {
+        links_[peer].why = strerror(errno);
+        continue;
+      }
       if (parse_address(host_, 0, &own, &own_length) && own.ss_family == address.ss_family) {
         (void)bind(fd, reinterpret_cast<sockaddr*>(&own), own_length);
       }
-      (void)connect(fd, reinterpret_cast<sockaddr*>(&address), length);  // errors come when it is written to
+      if (connect(fd, reinterpret_cast<sockaddr*>(&address), length) != 0 && errno != EINPROGRESS) {
+        links_[peer].why = strerror(errno);
+        ::close(fd);
+        continue;
+      }
       add(fd, peer, false);
     }
   }
@@ -735,7 +742,15 @@ class Proxy {
 
   void accept_one() {
     int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;
+    if (fd < 0) {
+      // Of too many open files, for example: the connection stays, and would end every sleep.
+      if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
+      accepts_from_ = now() + kFirstPause;
+      for (int peer = 0; peer < rank_; ++peer) {
+        if (!links_[peer].is_up) links_[peer].why = std::string("none can be accepted: ") + strerror(errno);
+      }
+      return;
+    }
     add(fd, -1, true);
     size_t strangers = 0;
     Connection* oldest = nullptr;
@@ -791,7 +806,7 @@ class Proxy {
       seconds = since < kLivelySeconds ? std::min(seconds, kHoldSeconds) : seconds;
       parked_until_ = now() + seconds;
     } else {
-      polled.push_back({listener_, POLLIN, 0});
+      polled.push_back({now() < accepts_from_ ? -1 : listener_, POLLIN, 0});
       for (auto& connection : connections_) {
         if (connection->is_closed) continue;
         bool writes = !connection->is_open || (!connection->outgoing.empty() && !connection->is_handed);
@@ -1092,6 +1107,7 @@ class Proxy {
   std::condition_variable has_backlog_;
   bool is_closing_ = false, drops_ = false;  // drops_: payloads of more than a word, for a bench
   double checked_ = 0.0;
+  double accepts_from_ = 0.0;  // when connections are accepted again
   std::atomic<uint64_t> calls_[kCalls] = {}, asked_ = 0;  // asked_: to wake
   std::atomic<bool> is_asleep_ = false, has_failed_ = false, has_polled_ = false;  // has_polled_: kernels write to a FIFO
   int drivers_ = 0;           // callers in `pause`
