@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random run files, cluster files, models and schedules are taken or refused with a message; nothing else is raised."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -22,7 +23,10 @@ from stretto.parallel import validate
 from stretto.parallel.roles.plan import KINDS
 from stretto.planner import plan, read_architecture
 from stretto.recommendation import DLRMConfig
+from stretto.report.joint import read_call
 from stretto.train.config import load_config
+from stretto.train.observe.chakra import step_trace
+from stretto.train.observe.timeline import read_timeline
 from stretto.train.preflight import preflight
 from tests.collectives.executor import programs
 from tests.collectives.executor.simulation import simulate
@@ -222,6 +226,45 @@ def test_schedules_are_refused_or_judged_and_verified_ones_compute_what_they_pro
 
 
 DEEP = "a" + ".a" * 2000
+
+
+EVENTS = (
+    ("user_annotation", "stretto group x", -9, 5, 1, {}),
+    ("user_annotation", "gloo:all_reduce", -7, 1, 3, {}),
+    ("user_annotation", "stretto step 4", 0, 100, 1, {}),
+    ("gpu_user_annotation", "stretto step 4", 0, 100, 1, {}),
+    ("cpu_op", "aten::mm", 1, 4, 1, {"External id": 1, "Sequence number": 2}),
+    ("user_annotation", "stretto experts", 1, 9, 1, {}),
+    ("cpu_op", "c10d::allreduce_", 20, 2, 1, {"External id": 9, "Input Dims": [[[4, 4]]], "Input type": ["float"]}),
+    ("user_annotation", "gloo:all_reduce", 25, 9, 3, {}),
+    ("user_annotation", "stretto waited 0.000001 0.000002", 60, 0, 1, {}),
+    ("user_annotation", "all_gather_matmul", 70, 9, 1, {}),
+    ("cuda_runtime", "cudaLaunchKernel", 71, 1, 1, {"correlation": 5}),
+    ("kernel", "ncclDevKernel_AllReduce", 75, 9, 7, {"correlation": 5, "stream": 7, "Collective name": "allreduce"}),
+    ("gpu_memcpy", "Memcpy PtoP", 76, 3, 8, {"correlation": 5, "stream": 8}),
+)
+
+
+@cases(60, 3000)
+def test_traces_are_read_or_refused(count, tmp_path):
+    keys = ("cat", "name", "ts", "dur", "tid", "args")
+
+    def read(rng):
+        on_a_gpu = [dict(zip(keys, event, strict=True)) for event in EVENTS]
+        on_a_cpu = [event for event in on_a_gpu if event["cat"] in ("cpu_op", "user_annotation")]
+        about = {"groups": {"1": "x"}, "rank": 0, "grid": {"data": 1, "x": 2}, "layers": 2}
+        trace = {"stretto": about, "traceEvents": rng.choice((on_a_gpu, on_a_cpu)), "distributedInfo": {"rank": 1}}
+        file = write_file(
+            tmp_path / "trace.json", rng, json.dumps(mutate(rng, json.loads(json.dumps(trace)), ODD_VALUES))
+        )
+        for reader in (lambda: step_trace(read_timeline(file)), lambda: read_call(file, "all_gather_matmul")):
+            with contextlib.suppress(ValueError):
+                reader()
+                read.taken += 1
+
+    read.taken = 0
+    fuzz(read, count)
+    assert read.taken > count / 4
 
 
 @pytest.mark.parametrize("line", [f"{DEEP} = 1", f"x = [{{ {DEEP} = 1 }}]", f"[sources]\n{DEEP} = 'x'"])

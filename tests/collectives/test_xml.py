@@ -115,6 +115,11 @@ ENTITIES = '<!DOCTYPE a [<!ENTITY b "bb"><!ENTITY c "&b;&b;&b;">]>'
     [
         (SHIPPED, "", "no element found"),
         (SHIPPED, "\x00", "not XML"),
+        (
+            SHIPPED,
+            ' {"name": "a plan", "gpus": []}',
+            "plans of MSCCL++ are, which are not supported",
+        ),
         ("<!-- a comment -->", ENTITIES, "no document type"),
         ("<!-- a comment -->", '<!DOCTYPE a SYSTEM "file:///etc/passwd">', "no document type"),
         ("</algo>", "", "not XML"),

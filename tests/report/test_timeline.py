@@ -252,7 +252,12 @@ def test_on_a_cpu_operators_are_computation_and_gloos_threads_communicate_for_th
     [
         ("{", "is no trace"),
         ("[" * 100_000, "is no trace"),
-        ("[]", "is no object with events"),
+        ("[]", "is no object with a list 'traceEvents'"),
+        ('{"traceEvents": [{"ph": "M", "name": "a thread"}, {"ts": 1}]}', r"traceEvents\[1\] is .*'ts': 1"),
+        (
+            '{"traceEvents": [], "stretto": {"groups": {}, "grid": [2], "rank": 0}}',
+            "has a key 'stretto' that is damaged",
+        ),
         ('{"traceEvents": []}', "has no key 'stretto'"),
     ],
 )

@@ -35,6 +35,10 @@ _BUFFERS = {letter: buffer for buffer, letter in _LETTERS.items()}
 _TYPES = {type.value: type for type in StepType}
 _NO_XML = re.compile("[^\t\n\r\\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _NUMBER = re.compile(r"-?[0-9]{1,19}")
+_IS_JSON = (
+    "it looks like JSON, as plans of MSCCL++ are, which are not supported: a schedule is MSCCL XML, which "
+    "`stretto collective compile` makes of copy() and reduce(), and XML() in msccl-tools"
+)
 _KNOWN = {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace", "minBytes"}
 _KNOWN |= {"maxBytes", "redop", "root"}
 
@@ -148,7 +152,9 @@ def from_xml(text: bytes | str, origin: str = "schedule", *, collective: Collect
         raise ScheduleFileError(f"{origin}:{reader.line()}: a schedule has no document type and no entities") from None
     except ParseError as error:
         line, _ = error.position
-        raise ScheduleFileError(f"{origin}:{line}: not XML: {str(error).split(':')[0]}") from None
+        beginning = source.getvalue()[:64].lstrip()
+        why = _IS_JSON if beginning.startswith((b"{", b"[")) else str(error).split(":")[0]
+        raise ScheduleFileError(f"{origin}:{line}: not XML: {why}") from None
     except (LookupError, UnicodeError, ValueError) as error:
         if isinstance(error, ScheduleFileError):
             raise

@@ -2,7 +2,6 @@
 """Plots a simulated joint schedule: for each rank, when its tiles are multiplied, and when its moves run; and beside it
 a call that a GPU ran, of a trace."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,12 +9,11 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 
-from stretto.cluster import read_bounded
 from stretto.report.pictures import require_few_boxes
 from stretto.report.style import BLUE, GREEN, INK, ORANGE, SKY, SMALL, drawing
 from stretto.simulator.schedules.joint import Interval, JointTime
+from stretto.train.observe.timeline import read_events
 
-MAX_TRACE_BYTES = 4 << 30
 _MOST_NUMBERS = 400
 
 
@@ -33,16 +31,13 @@ def read_call(trace: Path, operator: str) -> TracedCall:
 
     ValueError for a file that is no trace, or has no such call of a GPU.
     """
-    try:
-        content = json.loads(read_bounded(trace, MAX_TRACE_BYTES, "a trace"))
-        events = [event for event in content["traceEvents"] if "dur" in event]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{trace} is no trace of torch.profiler: {error}") from error
+    content, events = read_events(trace)
+    events = [event for event in events if "dur" in event]
     marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == operator]
     none: dict[str, Any] = {"ts": 0, "dur": -1, "tid": None}
     mark = max(marks, key=lambda event: event["ts"], default=none)
     begun = {
-        event["args"].get("correlation")
+        event.get("args", {}).get("correlation")
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver")
         and event["tid"] == mark["tid"]
@@ -50,7 +45,7 @@ def read_call(trace: Path, operator: str) -> TracedCall:
     }
     kinds: dict[str, list[Any]] = {"kernel": [], "gpu_memcpy": []}
     for event in events:
-        if event.get("cat") in kinds and event["args"].get("correlation") in begun:
+        if event.get("cat") in kinds and event.get("args", {}).get("correlation") in begun:
             kinds[event["cat"]].append(event)
     every = [*kinds["kernel"], *kinds["gpu_memcpy"]]
     if not every:
@@ -58,7 +53,9 @@ def read_call(trace: Path, operator: str) -> TracedCall:
             f"{trace} has no kernels of a call that is marked {operator}: trace `with record_function({operator!r}):` "
             "around it on a GPU"
         )
-    rank, start = content.get("distributedInfo", {}).get("rank", 0), min(event["ts"] for event in every)
+    about = content.get("distributedInfo")
+    rank = about.get("rank", 0) if isinstance(about, dict) else 0
+    start = min(event["ts"] for event in every)
     kernels, copies = (
         tuple(
             Interval(rank, number, (event["ts"] - start) / 1e6, (event["ts"] + event["dur"] - start) / 1e6)

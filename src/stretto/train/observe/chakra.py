@@ -6,6 +6,7 @@ from math import prod
 
 from stretto.axes import EXPERT, INNER_TO_OUTER, check_sizes
 from stretto.simulator.chakra import Attribute, ChakraNode, ChakraTrace, CollectiveType, Metadata, NodeType, group_node
+from stretto.simulator.chakra.files import MAX_NODES, MAX_RANKS
 from stretto.train.observe.timeline import AXES, COMPUTE, OTHER, Span, Timeline, TracedStep
 
 _MICROSECONDS, _NANOSECONDS = 1e6, 1e9
@@ -31,7 +32,11 @@ def step_trace(timeline: Timeline, step: int | None = None) -> ChakraTrace:
                 f"{axis}=1 would do"
             )
     sizes = {axis: size for axis, size in timeline.grid.items() if axis in INNER_TO_OUTER}
+    check_sizes(sizes)
     world = prod(sizes.values())
+    if world > MAX_RANKS or world * len(timeline.spans) > MAX_NODES:
+        found = f"a grid of {world:,} ranks, with {len(timeline.spans):,} nodes each"
+        raise ValueError(f"the trace is of {found}; at most {MAX_RANKS:,} ranks and {MAX_NODES:,} nodes are written")
     # By axis, for each rank, its group's ranks.
     groups = {axis: _groups_of(axis, sizes) for axis, size in sizes.items() if size > 1}
     names = {

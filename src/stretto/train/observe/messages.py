@@ -90,13 +90,15 @@ def _bytes(dtype: str) -> int:
 def _input_bytes(name: str, shapes: Any, types: Any) -> int:
     """The bytes of a call's input: its second tensor, or its list of tensors where it works in place."""
     place = 0 if name in ("all_reduce", "broadcast") else 1
-    if len(shapes) <= place:
+    if not isinstance(shapes, list) or len(shapes) <= place:
         return 0
-    dtype = str(types[place]) if len(types) > place else ""
+    dtype = str(types[place]) if isinstance(types, list) and len(types) > place else ""
     return _elements(shapes[place]) * (_UNKNOWN_BYTES if "List" in dtype else _bytes(dtype))
 
 
 def _elements(shape: Any) -> int:
+    if not isinstance(shape, list):
+        return 0
     if shape and isinstance(shape[0], list):
         return sum(map(_elements, shape))
     return math.prod(shape) if all(type(size) is int for size in shape) else 0

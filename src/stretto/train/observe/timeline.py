@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from stretto.axes import EXPERT, EXPERT_DATA, EXPERT_Z, INNER_TO_OUTER, REPLICAS, SHARDS
+from stretto.cluster import read_bounded
 from stretto.train.observe.messages import SentMessage, match_gloo, read_kernel
 
 Interval = tuple[float, float]  # start and end; half-open, so that neighbours do not overlap
 Intervals = tuple[Interval, ...]
 
 TRACE_FILE = "trace.json"
+MAX_TRACE_BYTES = 4 << 30
 COMPUTE = "compute"
 EXPERTS = "experts"  # the part of computation that is in a mixture of experts' experts
 OTHER = "other"  # communication over more than one axis, such as the gradient's norm, or over none of the grid's
@@ -46,9 +48,11 @@ _ATTENTION_OVER_CONTEXT = ("_ContextAttention", "stretto::context_attention")  #
 COPY_ENGINE_KERNELS = ("begin_call", "wait_for_all", "wait_for_channel", "begin_scatter", "sum_parts")
 
 STEP_MARK, GROUP_MARK = "stretto step ", "stretto group "
-_STEP = re.compile(re.escape(STEP_MARK) + r"(\d+)")
-_WAIT = re.compile(r"stretto waited (\d+\.\d+) (\d+\.\d+)")  # stretto.parallel.pipeline marks them
+_STEP = re.compile(re.escape(STEP_MARK) + r"(\d{1,18})")
+_WAIT = re.compile(r"stretto waited (\d{1,12}\.\d{1,12}) (\d{1,12}\.\d{1,12})")  # stretto.parallel.pipeline marks them
 _EXPERTS = "stretto experts"  # stretto.parallel.comm.collectives marks them
+_LATEST = 1e18  # microseconds
+_IDS = ("External id", "correlation", "stream", "Sequence number")  # of an event's arguments
 _COPY_DIRECTION = re.compile(r"HtoD|DtoH")  # in "Memcpy HtoD (Pinned -> Device)"
 
 
@@ -194,19 +198,12 @@ class Timeline:
 
 def read_timeline(trace: str | Path | Mapping[str, Any]) -> Timeline:
     """Read the timeline of a trace: a file, or its content. Raises ValueError for traces that Stretto did not write."""
-    if isinstance(trace, str | Path):
-        where = str(trace)
-        try:
-            content = json.loads(Path(trace).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is no trace: {error}") from error
-    else:
-        where, content = "the trace", trace
-    try:
-        about, events = content["stretto"], [event for event in content["traceEvents"] if "ts" in event]
-    except (KeyError, TypeError) as error:
-        lacks = f"has no key {error}" if isinstance(error, KeyError) else "is no object with events"
-        raise ValueError(f"{where} {lacks}: `stretto train --trace` writes traces that have it") from error
+    where = str(trace) if isinstance(trace, str | Path) else "the trace"
+    content, events = read_events(trace)
+    about = content.get("stretto")
+    if not _is_about(about):
+        lacks = "has no key 'stretto'" if about is None else f"has a key 'stretto' that is damaged, {str(about)[:80]!r}"
+        raise ValueError(f"{where} {lacks}: `stretto train --trace` writes traces that have it")
     is_gpu = any(event.get("cat") == "kernel" for event in events)
     steps = _steps(events, "gpu_user_annotation") or _steps(events, "user_annotation")
     if not steps:
@@ -226,6 +223,55 @@ def read_timeline(trace: str | Path | Mapping[str, Any]) -> Timeline:
         ),
         host=_host_seconds(events) if is_gpu else None,
         layers=about.get("layers", 0),
+    )
+
+
+def read_events(trace: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """Read any trace of torch.profiler, a file or its content: the content, and the events that have a time.
+
+    Raises ValueError that names the file, and the event that torch.profiler does not write; and OSError.
+    """
+    where, content = "the trace", trace
+    if isinstance(trace, str | Path):
+        where, text = str(trace), read_bounded(Path(trace), MAX_TRACE_BYTES, "a trace")
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is no trace of torch.profiler: {error}") from error
+    if not isinstance(content, Mapping) or not isinstance(content.get("traceEvents"), list):
+        raise ValueError(f"{where} is no trace of torch.profiler: it is no object with a list 'traceEvents'")
+    timed = []
+    for number, event in enumerate(content["traceEvents"]):
+        if not isinstance(event, Mapping) or not _is_event(event):
+            raise ValueError(f"{where} is no trace of torch.profiler: traceEvents[{number}] is {str(event)[:80]!r}")
+        if "ts" in event:
+            timed.append(event)
+    return content, timed
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    """Check what is read of an event: it has a name, and where it has a time, a thread; times are finite."""
+    about = event.get("args", {})
+    return (
+        isinstance(event.get("name"), str)
+        and isinstance(event.get("cat", ""), str)
+        and ("tid" in event or "ts" not in event)
+        and all(type(event.get(key, 0)) in (int, float) and abs(event.get(key, 0)) < _LATEST for key in ("ts", "dur"))
+        and isinstance(about, Mapping)
+        and all(isinstance(each, int | str) for each in (event.get("tid", 0), *(about.get(key, 0) for key in _IDS)))
+    )
+
+
+def _is_about(about: Any) -> bool:
+    """Check what `observe.tracing` adds to a trace."""
+    if not isinstance(about, Mapping):
+        return False
+    groups, grid = about.get("groups"), about.get("grid")
+    return (
+        isinstance(groups, Mapping)
+        and all(isinstance(axis, str) for axis in groups.values())
+        and isinstance(grid, Mapping)
+        and all(type(number) is int for number in (*grid.values(), about.get("rank"), about.get("layers", 0)))
     )
 
 
@@ -376,7 +422,7 @@ def _cpu_spans(events: list[Mapping[str, Any]], experts: Collection[Any]) -> lis
     gloo_threads = {event["tid"] for event in gloo}
     operators = sorted(
         (event for event in events if event.get("cat") == "cpu_op" and event["tid"] not in gloo_threads),
-        key=lambda event: (event["ts"], -event["dur"]),
+        key=lambda event: (event["ts"], -event.get("dur", 0)),
     )
     busy_until: dict[Any, float] = {}
     for event in operators:
