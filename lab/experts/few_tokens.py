@@ -207,14 +207,13 @@ def send_messages(channel, staging, sent, received, WORDS: tl.constexpr, BLOCK: 
     units: tl.constexpr = others * ((WORDS + BLOCK - 1) // BLOCK)
     unit = tiles.claim(channel)
     while unit < units:
-        following = tiles.claim(channel)
         peer = (channel.rank + 1 + unit % others) % channel.world
         at = unit // others * BLOCK + tl.arange(0, BLOCK)
         data = tl.load(sent + at, mask=at < WORDS, other=0)
         tiles.push_packets(
             channel, slot + channel.rank * WORDS, at, data, at < WORDS, rank=peer, in_fours=True, publishes=publishes
         )
-        unit = following
+        unit = tiles.claim(channel)
     for unit in range(tl.program_id(0), units, tl.num_programs(0)):
         peer = (channel.rank + 1 + unit % others) % channel.world
         at = unit // others * BLOCK + tl.arange(0, BLOCK)

@@ -110,7 +110,6 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
     units = world + tl.cdiv(t, layout.rows) * (parts + 1)
     unit = tiles.claim(channel)
     while unit < units:
-        following = tiles.claim(channel)
         if unit < world:
             _send_counts(channel, layout, numbered, ids, t, (channel.rank + 1 + unit) % world, publishes)
         else:
@@ -120,7 +119,7 @@ def dispatch_tokens(  # type: ignore[no-untyped-def]
                 _send_choices(channel, layout, choices, numbered, ids, weights, first, t, publishes)
             else:
                 _send_rows(channel, layout, numbered, packets, x, ids, first, part - 1, t, publishes, FP8)
-        unit = following
+        unit = tiles.claim(channel)  # not earlier: all threads wait for a claim, and what is sent would wait with them
 
     at = tl.arange(0, layout.places)
     expert, source = at // world, at % world
@@ -194,14 +193,15 @@ def _send_choices(channel, layout, choices, numbered, ids, weights, first, t, pu
     world: tl.constexpr = channel.world
     width: tl.constexpr = triton.next_power_of_2(layout.k)
     choice, is_choice, expert, owner = _load_choices(layout, ids, first, t, world)
+    bits = tl.load(weights + choice, mask=is_choice, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     is_earlier = tl.zeros([layout.rows * width, CHUNK], tl.int32)
-    for begin in range(0, tl.minimum(first + layout.rows, t) * layout.k, CHUNK):
+    # Loads of several turns are in flight at once.
+    for begin in tl.range(0, tl.minimum(first + layout.rows, t) * layout.k, CHUNK, loop_unroll_factor=4):
         at = begin + tl.arange(0, CHUNK)
         other = tl.load(ids + at, mask=at < t * layout.k, other=-1)
         is_same = (other[None, :] == expert[:, None]) & (at[None, :] < choice[:, None])
         is_earlier += is_same.to(tl.int32)
     word = ((expert - owner * layout.local + 1) << 16) | tl.sum(is_earlier, 1)
-    bits = tl.load(weights + choice, mask=is_choice, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
     own = numbered + layout.choices + channel.rank * (layout.tokens * 4 * width)
     place = choice // layout.k * (4 * width) + choice % layout.k
     for distance in tl.static_range(1, world + 1):
@@ -381,7 +381,6 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
     units = 1 + tl.cdiv(tl.max(counts, 0), layout.rows) * (parts * others)
     unit = tiles.claim(channel)
     while unit < units:
-        following = tiles.claim(channel)
         if unit == 0:
             for distance in tl.static_range(1, world + 1):
                 peer = (channel.rank + distance) % world
@@ -394,7 +393,7 @@ def combine_sums(channel, layout, choices, numbered, packets, rows, out, t):  # 
             first = (unit - 1) // (others * parts) * layout.rows
             known = tl.sum(tl.where(peers == peer, counts, 0), 0)
             _send_sums(channel, layout, choices, packets, rows, peer, first, part, known, publishes)
-        unit = following
+        unit = tiles.claim(channel)
 
     token = tl.arange(0, layout.rows)
     word = tl.arange(0, layout.block)
