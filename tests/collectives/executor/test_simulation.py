@@ -182,6 +182,12 @@ def exchange_of(messages):
     return schedule_of(*([(1 - rank, 1 - rank, 0, [_SEND] * messages + [_RECEIVE] * messages)] for rank in (0, 1)))
 
 
+def copying(source, destination):
+    """An exchange before which rank 1 copies an input chunk to an output chunk."""
+    first, second = exchange_of(1).ranks
+    return replace(exchange_of(1), ranks=(first, second._replace(copies=((source, destination),))))
+
+
 def test_sends_before_receives_need_as_many_slots():
     inputs = [torch.tensor([1.0]), torch.tensor([2.0])]
     for slots in (1, 2, 3):
@@ -269,6 +275,8 @@ REVERSED = Collective("custom", 1, 2, 2, lambda rank, index: ((rank, 1 - index),
         (schedule_of([(2, None, 0, [_SEND])], []), PAIR, {}, "rank 2 is no peer"),
         (schedule_of([(0, None, 0, [_SEND])], []), PAIR, {}, "rank 0 is no peer"),
         (schedule_of([(1, None, 0, [_SEND._replace(source=1)])], []), PAIR, {}, "in has 1 chunks: not 1 to 1"),
+        (copying(0, 1), PAIR, {}, r"rank 1 copies in\[0\] to out\[1\] first: one of them is not there"),
+        (copying(-1, 0), PAIR, {}, r"rank 1 copies in\[-1\] to out\[0\] first"),
         (schedule_of([(1, None, 0, [_SEND._replace(size=0)])], []), PAIR, {}, "it has 0 chunks"),
         (
             schedule_of([(None, None, 0, [Step(StepType.NOP, waits_for=(0, 1))])], []),
