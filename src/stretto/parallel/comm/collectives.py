@@ -270,7 +270,12 @@ NO_GROUP = cast(dist.ProcessGroup, _NoGroup())
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce `tensor` over the group in place, and return it."""
-    return start_all_reduce(tensor, group, op).wait()
+    if group.size() > 1:
+        with collective("all_reduce", group) as issued:
+            work = issued.watch(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor)
+        if work is not None:
+            work.wait()
+    return tensor
 
 
 def find_spread(numbers: Tensor, *groups: dist.ProcessGroup) -> Tensor:
