@@ -49,13 +49,20 @@ def follow_grid(accelerator: Any, model: nn.Module, grid: Grid) -> None:
         return recursively_apply(drop_copies, gather_all(data))
 
     def clip(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        if norm_type != 2:
-            raise ValueError(f"norm_type is {norm_type}, but must be 2: Stretto clips by the 2-norm")
-        return clip_grad_norm_(list(parameters), max_norm, grid)
+        accelerator.unscale_gradients()
+        return clip_grad_norm_(list(parameters), max_norm, grid, norm_type=norm_type)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError(
+            "Accelerate's save_state and save_model would write one rank's shards, and load_state would read them on "
+            "all: save get_state_dict(model, optimizer) by torch.distributed.checkpoint, or call save_pretrained "
+            "within stretto.full_parameters(model)"
+        )
 
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)  # without DDP around it
     accelerator.prepare_data_loader = prepare_rows
     accelerator.no_sync = lambda *_, **__: no_sync(model)
     accelerator.clip_grad_norm_ = clip
+    accelerator.save_state = accelerator.load_state = accelerator.save_model = refuse
     if ranks > 1:
         accelerator.gather = gather_once_each
