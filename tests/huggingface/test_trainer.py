@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainer and SFTTrainer train a parallelized model as they train the plain one in one process."""
 
+import warnings
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 import trl
+from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import default_data_collator
 
@@ -150,6 +152,57 @@ def test_each_trainer_equals_one_process_on_each_grid(
         assert resume or found["tokens"] == expected["tokens"]  # SFTTrainer counts from a resumed step on
         check_folder(out / "checkpoint-5", tmp_path / "alone" / "checkpoint-5")
         resume = str(tmp_path / "0" / "checkpoint-3")  # of the first grid, on all others
+
+
+def answer(sizes: dict[str, int] | None, kind: str, out: Path) -> tuple[list[float], str]:
+    """Train a BERT on 6 rows, 4 a batch, so that of 2 ranks the second has none of the last batch's.
+
+    Returns the losses, also of evaluation, and the first warning of repeated rows.
+    """
+    torch.manual_seed(0)
+    shape = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(
+        **shape, **dropout, intermediate_size=16, num_labels=1 + (kind == "QuestionAnswering")
+    )
+    model: Any = getattr(transformers, f"BertFor{kind}")(config)
+    tokens = torch.randint(32, (6, 8))
+    targets: dict[str, list[Any]] = {"start_positions": [0, 3, 1, 2, 5, 7], "end_positions": [4, 7, 7, 3, 5, 7]}
+    if kind != "QuestionAnswering":
+        targets = {"labels": [0.5, 2.0, -1.0, 0.0, 3.0, -2.0]}
+    rows = Dataset.from_dict({"input_ids": tokens.tolist(), **targets})
+    with loops.launched(), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        grid = None if sizes is None else Grid(**sizes)
+        parts = 1 if grid is None else grid.size(BATCH)
+        base: Any = transformers.Trainer if grid is None else trainer_plugin(transformers.Trainer)
+        arguments = loops.make_arguments(
+            out,
+            parts,
+            transformers.TrainingArguments,
+            per_device_train_batch_size=4 // parts,
+            per_device_eval_batch_size=4 // parts,
+            gradient_accumulation_steps=1,
+            max_steps=3,
+        )
+        model = model if grid is None else parallelize(model, grid)
+        data = {"train_dataset": rows, "eval_dataset": rows, "data_collator": default_data_collator}
+        trainer = base(model=model, args=arguments, **data)
+        trainer.train()
+        losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        losses.append(trainer.evaluate()["eval_loss"])
+    return losses, next((str(each.message) for each in warned if "repeated" in str(each.message)), "")
+
+
+def test_repeated_rows_have_no_answers_and_are_named_where_the_loss_counts_them(
+    ranks: MakeRanks, tmp_path: Path
+) -> None:
+    expected, _ = answer(None, "QuestionAnswering", tmp_path)
+    for losses, warning in ranks(2).run(answer, {"z": 2}, "QuestionAnswering", tmp_path):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert not warning
+    for _, warning in ranks(2).run(answer, {"z": 2}, "SequenceClassification", tmp_path):
+        assert "2 rows for 2 ranks of 2: the first ones are repeated, and count in the loss, as labels" in warning
 
 
 def own_loss(base: Any) -> Any:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -192,14 +193,26 @@ class _OnGrid:
             return None
         return all_reduce(torch.as_tensor(count, device=device).long(), self._grid.communicator(BATCH))
 
-    def _ignore_repeated_rows(self, inputs: Any) -> None:
-        """Remove the labels of rows that Accelerate repeats where ranks would have fewer in an epoch's last batch."""
-        progress, labels = self.accelerator.gradient_state, inputs.get("labels")
-        if not progress.end_of_dataloader or progress.remainder <= 0 or not isinstance(labels, Tensor):
-            return
-        own = max(progress.remainder - self._grid.coordinate(BATCH) * len(labels), 0)
-        if own < len(labels) and not labels.is_floating_point():
-            inputs["labels"] = torch.cat((labels[:own], torch.full_like(labels[own:], IGNORED_TARGET)))
+    def _ignore_repeated_rows(self: Any, inputs: Any) -> None:
+        """Remove the targets of rows that Accelerate repeats where ranks would have fewer in an epoch's last batch, and
+        warn of those that losses cannot leave out."""
+        progress, ranks = self.accelerator.gradient_state, self._grid.size(BATCH)
+        for name in self.label_names if progress.end_of_dataloader and progress.remainder > 0 else ():
+            targets = inputs.get(name)
+            if not isinstance(targets, Tensor) or progress.remainder >= ranks * len(targets):
+                continue
+            if targets.is_floating_point():
+                warnings.warn(
+                    f"the last batch of an epoch has {progress.remainder} rows for {ranks} ranks of {len(targets)}: "
+                    f"the first ones are repeated, and count in the loss, as {name} are no numbers of classes. "
+                    "dataloader_drop_last=True leaves this batch out",
+                    stacklevel=2,
+                )
+                continue
+            own = max(progress.remainder - self._grid.coordinate(BATCH) * len(targets), 0)
+            # The models take positions beyond the sequence for none, and -100 for the first one.
+            ignored = torch.iinfo(targets.dtype).max if name.endswith("positions") else IGNORED_TARGET
+            inputs[name] = torch.cat((targets[:own], torch.full_like(targets[own:], ignored)))
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **options: Any
