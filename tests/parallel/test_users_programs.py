@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers.optimization
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch.distributed.fsdp import fully_shard
@@ -186,11 +187,10 @@ def refusals(sizes: dict[str, int]) -> dict[str, str]:
     optimizer = torch.optim.SGD(early.parameters(), 0.1)
     parallelize(early, grid)(x).sum().backward()
     found["optimizer made before"] = message_of(optimizer.step)
-    if "z" in sizes:
-        for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop):
-            made = kind(early.parameters())
-            found[kind.__name__] = message_of(partial(made.step, lambda: 0.0))
-            assert found[kind.__name__].startswith(f"torch.optim.{kind.__name__} cannot update shards")
+    of_torch = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop)
+    for kind in (transformers.optimization.Adafactor, *(of_torch if "z" in sizes else ())):
+        message = message_of(partial(kind(early.parameters()).step, lambda: 0.0))
+        assert message.startswith(f"{kind.__module__.split('.')[0]}'s {kind.__name__} cannot update shards")
     nested = chain()
     for block in nested:
         parallelize(block, grid)

@@ -131,10 +131,15 @@ def _refuse_in_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
             f"this {type(optimizer).__name__} was made before stretto.parallelize or distribute_embeddings, which has "
             "replaced parameters by shards, and would not train them: make it afterwards, of model.parameters()"
         )
-    if isinstance(optimizer, _OF_WHOLE_WEIGHTS) and any(map(_is_cut, _parameters_of(optimizer))):
+    kind = type(optimizer)
+    of_transformers = kind.__module__ == "transformers.optimization"  # Adafactor: adds any DTensor to plain tensors
+    if (of_transformers and any(isinstance(one, DTensor) for one in _parameters_of(optimizer))) or (
+        isinstance(optimizer, _OF_WHOLE_WEIGHTS) and any(map(_is_cut, _parameters_of(optimizer)))
+    ):
         raise ValueError(
-            f"torch.optim.{type(optimizer).__name__} cannot update shards of weights, which stretto.parallelize or "
-            "distribute_embeddings has made: torch's AdamW, SGD, RMSprop and Adagrad can, and stretto.optim's Muon"
+            f"{kind.__module__.split('.')[0]}'s {kind.__name__} cannot update shards of weights, which "
+            "stretto.parallelize or distribute_embeddings has made: torch's AdamW, SGD, RMSprop and Adagrad can, and "
+            "stretto.optim's Muon"
         )
 
 
