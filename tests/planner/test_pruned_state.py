@@ -16,7 +16,7 @@ LARGE = GPTConfig(layers=32, hidden=2560, heads=32, vocab=50304, max_seq_len=204
 
 
 def test_bytes_of_a_number_are_the_formulas() -> None:
-    """14 f + 2 + 0.129 with a bitmap, 18 f + 2 with positions; of z shards also 2 f, and the index of the whole rows."""
+    """14 f + 2 + 0.129 with a bitmap, 18 f + 2 with positions; of z shards also 2 f, and the whole rows' index."""
     types, options = NumberTypes(), StateOptions("device", sparsity=0.9)
     for found, expected in (
         (options, 14 * 0.1 + 2 + 0.129),
