@@ -16,7 +16,7 @@ LARGE = GPTConfig(layers=32, hidden=2560, heads=32, vocab=50304, max_seq_len=204
 
 
 def test_bytes_of_a_number_are_the_formulas() -> None:
-    """14 f + 2 + 0.129 with a bitmap, 18 f + 2 with positions; of z=4 also 2 f, and the index of the whole rows."""
+    """14 f + 2 + 0.129 with a bitmap, 18 f + 2 with positions; of z shards also 2 f, and the whole rows' index."""
     types, options = NumberTypes(), StateOptions("device", sparsity=0.9)
     for found, expected in (
         (options, 14 * 0.1 + 2 + 0.129),
@@ -26,8 +26,9 @@ def test_bytes_of_a_number_are_the_formulas() -> None:
     ):
         kept = sum(parameters_and_optimizer(types, found, 1e9).values()) + 1e9 * number_bytes(types, found).gradient
         assert kept == pytest.approx(expected * 1e9, rel=1e-3)
-    alone, sharded = (sum(parameters_and_optimizer(types, options, 1e9, z).values()) for z in (1, 4))
-    assert sharded - alone == pytest.approx(1e9 * (0.2 + 4 * 0.129), rel=1e-3)
+    alone, *sharded = (sum(parameters_and_optimizer(types, options, 1e9, z).values()) for z in (1, 2, 4))
+    for z, each in zip((2, 4), sharded, strict=True):
+        assert each - alone == pytest.approx(1e9 * (0.2 + z * 0.129), rel=1e-3)
     beginning = take_over(types, options, 1e9)
     assert beginning is not None
     assert sum(beginning.values()) == pytest.approx(1e9 * (4 + 0.4 + 0.129), rel=1e-3)

@@ -10,7 +10,17 @@ import pytest
 
 from stretto.cluster import GPU, Cluster, NetworkLink, NodeLink
 from stretto.simulator import of_cluster, parse_topology
-from stretto.simulator.network import DirectedLink, NetworkTopology, dragonfly, fat_tree, rails, read_graph, ring, torus
+from stretto.simulator.network import (
+    DirectedLink,
+    NetworkTopology,
+    dragonfly,
+    fat_tree,
+    rails,
+    read_graph,
+    ring,
+    routing,
+    torus,
+)
 
 
 def hops(topology, source, target):
@@ -81,7 +91,9 @@ def test_all_shortest_paths_are_found_and_the_first_ones_begin_with_different_li
     assert len(fat_tree(4, 1e9, 0.0).routes(0, 15)) == 4  # one for each core switch
 
 
-def test_paths_that_branch_more_than_the_first_one_are_found_too():
+@pytest.mark.parametrize("many", [32, 0], ids=["small switches", "large switches"])
+def test_paths_that_branch_more_than_the_first_one_are_found_too(many, monkeypatch):
+    monkeypatch.setattr(routing, "_MANY_LINKS", many)  # of a vertex, from which on a search begins at both ends
     for seed in range(30):
         graph = networkx.gnp_random_graph(20, 0.2, seed=seed).to_directed()
         if not networkx.is_connected(graph.to_undirected()):
