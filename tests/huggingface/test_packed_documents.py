@@ -144,6 +144,17 @@ def interrupt(*_: Any) -> None:
     raise InterruptedError
 
 
+def test_attention_at_the_end_of_what_is_computed_again_leaves_the_configuration_as_it_was():
+    model = parallelize(moe_families.build("nemotron_h"), Grid(), recompute="full")  # attention has a layer alone
+    own, tokens = model.config._attn_implementation, torch.arange(3, 19).view(2, 8)
+    mask = torch.ones_like(tokens)
+    mask[0, 5:] = 0
+    with count_calls() as calls:
+        model(input_ids=tokens, labels=tokens.where(mask == 1, -100), attention_mask=mask).loss.backward()
+    assert len(calls) == 2, "in the forward pass, and again"
+    assert model.config._attn_implementation == own
+
+
 def test_nothing_is_made_of_all_pairs_of_tokens():
     tokens, length = torch.zeros(1, 1024, dtype=torch.int64), 1024
     rows: tuple[dict[str, Tensor], ...] = (

@@ -421,6 +421,10 @@ def test_experts_that_compute_something_else_are_refused():
         validate(model, {"data": 2, "expert": 2})
 
 
+def test_a_low_limit_of_activations_is_the_modules_own():
+    validate(build("gpt_oss", swiglu_limit=0.5), {"data": 2, "expert": 2})
+
+
 def trained_in_bf16(family: str) -> list[float]:
     grid = Grid(data=2, x=2, expert=2)
     model = parallelize(build(family), grid, dtype=torch.bfloat16)

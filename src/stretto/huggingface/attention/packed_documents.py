@@ -5,7 +5,7 @@ the sequence, where transformers' own (`attn_implementation` "sdpa" or "eager") 
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ class PackedPasses:
         self._model, self._config, self._forward = model, model.config, model.forward
         self._signature = inspect.signature(model.forward)
         self._drops = any(map(drops_weights, attentions_of(model)))
-        self._has_hooks = False
+        self._follows = False
         # What runs within is compiled, if anything is.
         model.forward = functools.wraps(self._forward)(torch.compiler.disable(self._run, recursive=False))
 
@@ -116,22 +116,26 @@ class PackedPasses:
 
     def _follow_attention(self) -> None:
         """From the first packed pass on, attention that is computed again is told of its documents, too."""
-        if self._has_hooks:
+        if self._follows:
             return
-        self._has_hooks = True
+        self._follows = True
         register_attention(NAME, _attend)
         for module in attentions_of(self._model):
-            module.register_forward_pre_hook(self._begin_again, with_kwargs=True)
-            module.register_forward_hook(self._end_again, always_call=True)
+            module.forward = self._wrap(module.forward)
 
-    def _begin_again(self, module: Any, _: Any, kwargs: dict[str, Any]) -> None:
-        own = self._config._attn_implementation
-        if kwargs.get("packed_documents") is not None and own != NAME:
-            module.implementation_before_packed, self._config._attn_implementation = own, NAME
+    def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            own = self._config._attn_implementation
+            if kwargs.get("packed_documents") is None or own == NAME:
+                return forward(*args, **kwargs)
+            self._config._attn_implementation = NAME
+            try:  # what is computed again may end within by an exception that no hook sees
+                return forward(*args, **kwargs)
+            finally:
+                self._config._attn_implementation = own
 
-    def _end_again(self, module: Any, *_: Any) -> None:
-        if (own := vars(module).pop("implementation_before_packed", None)) is not None:
-            self._config._attn_implementation = own
+        return run
 
 
 def _find(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Tensor] | None:
