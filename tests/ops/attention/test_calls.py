@@ -142,6 +142,13 @@ def test_a_block_mask_is_read(expected):
     assert Mask(**found) == expected
 
 
+def test_a_block_mask_of_whole_blocks_or_one_position_is_read():
+    mask = create_block_mask(lambda b, h, query, key: query // 256 == key // 256, None, None, 512, 512, device="cpu")
+    assert read_block_mask(mask)["documents"].tolist() == [0, 256, 512]
+    mask = create_block_mask(lambda b, h, query, key: query - key < 3, None, None, 1, 1, device="cpu")
+    assert read_block_mask(mask) == {"causal": True, "window": None, "documents": None}
+
+
 @pytest.mark.parametrize(
     "seen",
     [

@@ -50,6 +50,8 @@ def _read(mask: BlockMask) -> MaskOptions:
     zero = torch.zeros((), dtype=torch.int32, device=device)
 
     def sees(query: Tensor, key: Tensor) -> Tensor:
+        if not len(query):  # with which vmap fails in arithmetic
+            return query.bool()
         return torch.vmap(mask.mask_mod, in_dims=(None, None, 0, 0))(zero, zero, query, key)
 
     positions = torch.arange(length, dtype=torch.int32, device=device)
