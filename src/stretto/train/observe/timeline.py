@@ -200,7 +200,7 @@ def read_timeline(trace: str | Path | Mapping[str, Any]) -> Timeline:
     """Read the timeline of a trace: a file, or its content. Raises ValueError for traces that Stretto did not write."""
     where = str(trace) if isinstance(trace, str | Path) else "the trace"
     content, events = read_events(trace)
-    about = content.get("stretto")
+    about: Any = content.get("stretto")
     if not _is_about(about):
         lacks = "has no key 'stretto'" if about is None else f"has a key 'stretto' that is damaged, {str(about)[:80]!r}"
         raise ValueError(f"{where} {lacks}: `stretto train --trace` writes traces that have it")
