@@ -317,6 +317,7 @@ def test_ranks_of_a_file_are_in_the_order_of_their_ids_wherever_they_are_in_it(t
         ("a.json", "{}", r"a\.json: is no graph"),
         ("a.json", "[", r"a\.json: is no graph"),
         ("a.json", "[]", "its JSON is no object"),
+        ("a.json", '{"nodes": []}', "reads from .json: there is no key 'edges'"),
         ("a.graphml", "<graphml", r"a\.graphml: is no graph"),
         ("a.graphml", '<!DOCTYPE a [<!ENTITY b "c">]><graphml>&b;</graphml>', r"a\.graphml: is no graph"),
         ("a.gml", "graph", r"a\.gml: is no graph"),

@@ -233,7 +233,7 @@ def _choose_step(
         found = plan(asked["model"], machine, gpus=gpus, overlaps=overlaps, **about, **searched)[0]
         if not found.fits:
             raise ValueError(
-                "no grid of this number of GPUs fits into memory; `stretto plan` prints the memory of each"
+                "no grid of this number of GPUs fits; `stretto plan` prints the memory of each, or what does not divide"
             )
     config = step_of_plan(found, overlap=options.overlap, **given(_OF_RUN), **kept)
     if sizes is not None:

@@ -74,7 +74,8 @@ def read_graph(path: Path, bandwidth: float | None = None, latency: float | None
     try:
         graph = _parse(content.decode("utf-8"), path.suffix)
     except Exception as error:  # noqa: BLE001  networkx's parsers raise what they run into
-        shown = " ".join(str(error).split())[:300] or type(error).__name__
+        what = f"there is no key {error}" if isinstance(error, KeyError) else str(error)
+        shown = " ".join(what.split())[:300] or type(error).__name__
         raise ValueError(f"{path}: is no graph that networkx reads from {path.suffix}: {shown}") from None
     nodes = {
         node: dict(about) for node, about in sorted(graph.nodes(data=True), key=lambda each: natural_order(each[0]))
