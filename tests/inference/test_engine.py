@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from tests.conftest import Ranks
 from tests.parallel import hugging_face
 from tests.parallel.lora import PeftModel, adapters
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
@@ -378,6 +380,20 @@ def test_requests_that_another_threads_failed_step_has_dropped_are_no_results(mo
     monkeypatch.setattr(engine, "step", drop)
     with pytest.raises(ValueError, match=r"a step that another thread has called failed, .* dropped: call again"):
         engine.generate([[1, 2]], 3)
+
+
+def test_an_engine_holds_each_weight_once() -> None:
+    """Joined weights are the model's: a copy of those of queries and gates beside them would be half of a model."""
+    model = parallelize(make("llama"), Grid())
+
+    def find_storages() -> list[StorageWeakRef]:
+        return [StorageWeakRef(each._local_tensor.untyped_storage()) for each in model.parameters()]
+
+    before = find_storages()
+    with closing(Engine(model, 2, 64)):
+        is_kept = [old.cdata == new.cdata for old, new in zip(before, find_storages(), strict=True)]
+        assert 0 < sum(is_kept) < len(is_kept)  # others were joined
+        assert [not each.expired() for each in before] == is_kept
 
 
 def test_a_closed_engine_and_a_table_that_no_memory_holds_are_refused() -> None:

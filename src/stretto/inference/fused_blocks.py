@@ -235,6 +235,8 @@ class JoinedWeights:
         for parameters, whole in (([each.weight for each in linears], self._weight), (self._biases(), self._bias)):
             for parameter, view in zip(parameters, () if whole is None else whole.split(self._sizes), strict=True):
                 _become_view(parameter, view)
+        for linear in linears:
+            linear.forget_weights()  # or their own memory would stay beside what was joined
         self._input: Tensor | None = None
         self._parts: tuple[Tensor, ...] = ()
         for number, linear in enumerate(linears):
