@@ -245,7 +245,7 @@ def read_events(trace: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any
         if not isinstance(event, Mapping) or not _is_event(event):
             raise ValueError(f"{where} is no trace of torch.profiler: traceEvents[{number}] is {str(event)[:80]!r}")
         if "ts" in event:
-            timed.append(event)
+            timed.append({"tid": 0, **event})  # counters are of no thread
     return content, timed
 
 
@@ -255,7 +255,6 @@ def _is_event(event: Mapping[str, Any]) -> bool:
     return (
         isinstance(event.get("name"), str)
         and isinstance(event.get("cat", ""), str)
-        and ("tid" in event or "ts" not in event)
         and all(type(event.get(key, 0)) in (int, float) and abs(event.get(key, 0)) < _LATEST for key in ("ts", "dur"))
         and isinstance(about, Mapping)
         and all(isinstance(each, int | str) for each in (event.get("tid", 0), *(about.get(key, 0) for key in _IDS)))
