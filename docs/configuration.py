@@ -133,9 +133,9 @@ Set them for all ranks alike, before the ranks start. Empty is unset; another va
 
 `stretto train` sets two for its ranks: `STRETTO_ATTEMPT`, how often ranks were started before, and, with
 `train.max_restarts`, `STRETTO_SLOTS`, [the slots in use](when-ranks-fail.md#restartsjsonl). Of others' variables it
-reads those of [launchers](launching.md), `CUDA_DEVICE_MAX_CONNECTIONS` (unset, or 4 and more:
-[queues to a GPU](operators.md#which-implementation-runs)), `GLOO_SOCKET_IFNAME`, `MASTER_ADDR`, `OMP_NUM_THREADS`, and `CXX` and
-`NCCL_HOME` to compile; `TRITON_INTERPRET=1` has kernels [run on CPUs](tiles.md#without-a-gpu).
+reads those of [launchers](launching.md), `CUDA_DEVICE_MAX_CONNECTIONS` (queues to a GPU,
+[unset or at least 4](operators.md#which-implementation-runs)), `GLOO_SOCKET_IFNAME`, `MASTER_ADDR`, `OMP_NUM_THREADS`,
+and `CXX` and `NCCL_HOME` to compile; `TRITON_INTERPRET=1` has kernels [run on CPUs](tiles.md#without-a-gpu).
 """
 
 

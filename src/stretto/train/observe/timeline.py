@@ -240,7 +240,7 @@ def read_events(trace: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any
             raise ValueError(f"{where} is no trace of torch.profiler: {error}") from error
     if not isinstance(content, Mapping) or not isinstance(content.get("traceEvents"), list):
         raise ValueError(f"{where} is no trace of torch.profiler: it is no object with a list 'traceEvents'")
-    timed = []
+    timed: list[Mapping[str, Any]] = []
     for number, event in enumerate(content["traceEvents"]):
         if not isinstance(event, Mapping) or not _is_event(event):
             raise ValueError(f"{where} is no trace of torch.profiler: traceEvents[{number}] is {str(event)[:80]!r}")
